@@ -1,0 +1,17 @@
+"""The errors that a user's mistake can raise: one sentence that says what is wrong and what to do."""
+
+
+class WindowedMTPError(ValueError):
+    """Base of every error this package raises for bad input; the CLI prints it and exits with code 2."""
+
+
+class WindowError(WindowedMTPError):
+    """A window that cannot be: negative sink, window below 1, or options that contradict it."""
+
+
+class CheckpointError(WindowedMTPError):
+    """A checkpoint without a usable draft head, or of a family that is not supported."""
+
+
+class GenerationError(WindowedMTPError):
+    """A generation request that the engine cannot serve."""
