@@ -66,7 +66,7 @@ class SinkWindow:
         return length > self.span and length >= self.min_context
 
     def tail_start(self, length: int, query_len: int = 1) -> int:
-        """First position after the sinks that a pass reads; ``sink`` when nothing is dropped.
+        """First position after the sinks that a pass reads; ``min(sink, length)`` when nothing is dropped.
 
         Parameters
         ----------
@@ -103,11 +103,13 @@ class SinkWindow:
             If ``length`` is negative or ``query_len`` is not in ``[1, max(1, length)]``.
         """
         if length < 0 or not 1 <= query_len <= max(1, length):
-            raise WindowError(f"a pass of {query_len} queries cannot end at {length} entries; pass 1 <= query_len <= length.")
+            raise WindowError(
+                f"a pass of {query_len} queries cannot end at {length} entries; pass 1 <= query_len <= length."
+            )
         return [*range(min(self.sink, length)), *range(self.tail_start(length, query_len), length)]
 
     def num_keys(self, length: int) -> int:
-        """Number of entries that the query at ``length`` entries reads: ``len(positions(length))``.
+        """Count the entries that the query at ``length`` entries reads: ``len(positions(length))``.
 
         Parameters
         ----------
