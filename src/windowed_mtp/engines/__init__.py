@@ -1,0 +1,1 @@
+"""Engines that decode with a windowed draft head."""

@@ -1,0 +1,341 @@
+"""Speculative decoding with a windowed draft, as a ``custom_generate`` callable for transformers."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from windowed_mtp.engines.protocol import DepthPolicy, ProposalOverride, StepContext, StepEvent, StepObserver
+from windowed_mtp.engines.stats import DecodeStats
+from windowed_mtp.engines.transformers.draft import DraftState, Keep, Prefill
+from windowed_mtp.engines.transformers.heads import load_head
+from windowed_mtp.engines.transformers.heads.base import DraftHead
+from windowed_mtp.engines.transformers.request import check_options, check_request, streamer_of
+from windowed_mtp.engines.transformers.target import Target
+from windowed_mtp.engines.transformers.verify import accept_or_resample, point_mass
+from windowed_mtp.errors import GenerationError
+from windowed_mtp.window import SinkWindow
+
+
+class WindowedMTP:
+    """A draft head that reads only sinks and a recent window, for ``model.generate(custom_generate=...)``.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The target, a transformers causal language model.
+    head : DraftHead
+        Its draft head.
+    window : SinkWindow or None
+        What the draft reads; ``None`` for everything (native MTP).
+    num_speculative_tokens : int
+        Largest number of tokens drafted a step, γ.
+    keep : {"all", "ring"}
+        ``"all"`` keeps every draft key; ``"ring"`` keeps sink + window + γ slots.
+    prefill : {"full", "pruned"}
+        ``"pruned"`` (ring only) skips the prompt's middle, which no draft query would read.
+    depth : callable, optional
+        Gives the number of tokens to draft before each step, 0 to γ; always γ without it.
+    on_step : callable, optional
+        Observes every step.
+    override : callable, optional
+        Replaces proposals before verification.
+    shadows : mapping of str to DraftState factory arguments, optional
+        Windows (or ``None``) by name: each is drafted beside the real one at every step, greedily and without any
+        influence on it, and reported in the step event.
+    measure : bool
+        Synchronise the GPU around the halves of a step, so that their times are exact.
+
+    Attributes
+    ----------
+    stats : DecodeStats
+        Counts and times of the last generation.
+
+    Raises
+    ------
+    WindowError
+        If the options contradict each other.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: DraftHead,
+        *,
+        window: SinkWindow | None = SinkWindow(),  # noqa: B008 (frozen)
+        num_speculative_tokens: int = 3,
+        keep: Keep = "all",
+        prefill: Prefill = "full",
+        depth: DepthPolicy | None = None,
+        on_step: StepObserver | None = None,
+        override: ProposalOverride | None = None,
+        shadows: Mapping[str, SinkWindow | None] | None = None,
+        measure: bool = False,
+    ) -> None:
+        check_options(window, num_speculative_tokens, keep, prefill)
+        self.model = model
+        self.head = head
+        self.window = window
+        self.num_speculative_tokens = num_speculative_tokens
+        self.keep = keep
+        self.prefill = prefill
+        self.depth = depth
+        self.on_step = on_step
+        self.override = override
+        self.shadows = dict(shadows or {})
+        self.measure = measure
+        self.stats = DecodeStats()
+
+    @classmethod
+    def from_model(
+        cls, model: PreTrainedModel, *, checkpoint: str | None = None, eagle3: str | None = None, **options: Any
+    ) -> WindowedMTP:
+        """Load the head that belongs to a model.
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+            A transformers causal language model.
+        checkpoint : str, optional
+            Folder or hub name to take the head from; the one the model was loaded from without it.
+        eagle3 : str, optional
+            Folder or hub name of an EAGLE-3 drafter to use instead of a built-in head.
+        **options
+            As the constructor takes them: ``window``, ``num_speculative_tokens``, ``keep``, ``prefill``, ...
+
+        Raises
+        ------
+        CheckpointError
+            If the family is unknown, or the checkpoint has no head or one that does not fit.
+        WindowError
+            If the options contradict each other.
+        """
+        return cls(model, load_head(model, checkpoint=checkpoint, eagle3=eagle3), **options)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """Decode; called by ``model.generate(..., custom_generate=self)`` with everything it prepared.
+
+        Returns
+        -------
+        Tensor or GenerateDecoderOnlyOutput
+            Prompt and generated tokens, ``[1, n]`` int64, as ``generate`` would return them.
+
+        Raises
+        ------
+        GenerationError
+            If the request is one that this engine does not serve.
+        """
+        streamer = streamer_of(inspect.currentframe())
+        cache = check_request(self.model, model, input_ids, generation_config, model_kwargs)
+        target = Target(model, cache, self.head.feature_layers())
+        with torch.no_grad(), target.hooked():
+            decoding = _Decoding(
+                self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer
+            )
+            return decoding.run()
+
+    def draft_state(self, window: SinkWindow | None) -> DraftState:
+        """Make a state of this head that reads ``window`` and keeps everything (for shadows)."""
+        return DraftState(self.head, window, self.num_speculative_tokens)
+
+
+class _Decoding:
+    """One generation: the loop of prefill, then draft, verify, emit."""
+
+    def __init__(
+        self,
+        drafter: WindowedMTP,
+        target: Target,
+        ids: Tensor,
+        processor: Any,
+        criteria: Any,
+        config: Any,
+        streamer: Any,
+    ) -> None:
+        self.drafter = drafter
+        self.target = target
+        self.ids = ids
+        self.processor = processor
+        self.criteria = criteria
+        self.config = config
+        self.streamer = streamer
+        self.sample = bool(config.do_sample)
+        self.draft = DraftState(
+            drafter.head, drafter.window, drafter.num_speculative_tokens, drafter.keep, drafter.prefill
+        )
+        self.shadows = {name: drafter.draft_state(window) for name, window in drafter.shadows.items()}
+        self.scores: list[Tensor] = []
+        self.logits: list[Tensor] = []
+        self.stats = drafter.stats = DecodeStats(prompt_tokens=ids.shape[1])
+
+    def run(self) -> Tensor | GenerateDecoderOnlyOutput:
+        begin = self._clock()
+        logits, features = self.target.prefill(self.ids, getattr(self.config, "prefill_chunk_size", None))
+        prefilled = self._clock()
+        self._observe(features)
+        self.draft.advance(self.ids)
+        self.stats.target_prefill_seconds = prefilled - begin
+        self.stats.draft_prefill_seconds = self._clock() - prefilled
+        for shadow in self.shadows.values():
+            shadow.advance(self.ids)
+
+        scores = self._scores(self.ids, logits[:, 0])
+        done = self._emit([self._pick(scores)], [scores], [logits[:, 0]])
+        while not done:
+            done = self._step()
+        self.stats.new_tokens = self.ids.shape[1] - self.stats.prompt_tokens
+        self.stats.draft_kv_bytes = self.draft.num_bytes
+        if self.streamer is not None:
+            self.streamer.end()
+        if not self.config.return_dict_in_generate:
+            return self.ids
+        return GenerateDecoderOnlyOutput(
+            sequences=self.ids,  # type: ignore[arg-type]
+            scores=tuple(self.scores) if self.config.output_scores else None,  # type: ignore[arg-type]
+            logits=tuple(self.logits) if self.config.output_logits else None,  # type: ignore[arg-type]
+            past_key_values=self.target.cache,
+        )
+
+    def _step(self) -> bool:
+        context = self._context()
+        depth = self._depth(context)
+        keys_before, begin = self.draft.keys_read, self._clock()
+        drafted, distributions = self._propose(context, depth)
+        drafted_at = self._clock()
+
+        logits, features = self.target.verify(torch.cat([self.ids[:, -1:], drafted], dim=1))
+        tokens, scores = self._accept(drafted, distributions, logits[0])
+        accepted = len(tokens) - 1
+        before = self.ids.shape[1]
+        done = self._emit(tokens, scores, list(logits[0, : accepted + 1, None]))
+        emitted = self.ids.shape[1] - before
+        # The cache holds what has been read: every token but the last.
+        self.target.keep(emitted, drafted.shape[1] + 1)
+        self._observe(features[:, :emitted])
+        event = StepEvent(
+            step=context.step,
+            length=context.length,
+            depth=depth,
+            proposed=tuple(drafted[0].tolist()),
+            accepted=accepted,
+            emitted=tuple(self.ids[0, before:].tolist()),
+            draft_keys=self.draft.keys_read - keys_before,
+            draft_seconds=drafted_at - begin,
+            verify_seconds=self._clock() - drafted_at,
+        )
+        self.stats.add(event)
+        if self.drafter.on_step is not None:
+            self.drafter.on_step(replace(event, shadow=self._shadow(context, depth)))
+        return done
+
+    def _context(self) -> StepContext:
+        length = self.ids.shape[1]
+        return StepContext(self.stats.steps, self.ids, length, self.config.max_length - length)
+
+    def _depth(self, context: StepContext) -> int:
+        depth = self.drafter.num_speculative_tokens if self.drafter.depth is None else self.drafter.depth(context)
+        if not 0 <= depth <= self.drafter.num_speculative_tokens:
+            raise GenerationError(
+                f"the depth callable returned {depth}, but it must stay between 0 and num_speculative_tokens "
+                f"({self.drafter.num_speculative_tokens})."
+            )
+        return min(depth, max(0, context.remaining - 1))
+
+    def _propose(self, context: StepContext, depth: int) -> tuple[Tensor, list[Tensor]]:
+        """Drafted tokens ``[1, k]``, and when sampling the distribution ``[1, V]`` each was drawn from."""
+        distributions: list[Tensor] = []
+
+        def choose(logits: Tensor, ids: Tensor) -> Tensor:
+            scores = self._scores(ids, logits)
+            if not self.sample:
+                return scores.argmax(-1, keepdim=True)
+            distributions.append(scores.softmax(-1))
+            return torch.multinomial(distributions[-1], 1)
+
+        drafted = self.draft.propose(self.ids, depth, choose)
+        if self.drafter.override is not None:
+            replaced = self.drafter.override(context, tuple(drafted[0].tolist()))
+            if replaced is not None:
+                drafted = torch.tensor([list(replaced)[:depth]], dtype=torch.int64, device=self.ids.device)
+                vocab_size = self.target.model.config.get_text_config().vocab_size
+                distributions = [point_mass(token, vocab_size) for token in drafted.unbind(1)] if self.sample else []
+        return drafted, distributions
+
+    def _accept(
+        self, drafted: Tensor, distributions: list[Tensor], logits: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Tokens to emit (each ``[1]``) and the scores they came from: accepted ones, then the target's own."""
+        if not self.sample and not self.processor:  # one comparison on the device, one transfer
+            picks = logits.float().argmax(-1)
+            agree = (picks[:-1] == drafted[0]).long().cumprod(0).sum()
+            count = int(agree) + 1
+            return list(picks[:count, None]), list(logits[:count, None].float())
+        tokens: list[Tensor] = []
+        scores: list[Tensor] = []
+        ids = self.ids
+        for position in range(drafted.shape[1] + 1):
+            scores.append(self._scores(ids, logits[position : position + 1]))
+            if position == drafted.shape[1]:
+                tokens.append(self._pick(scores[-1]))
+                break
+            proposal = drafted[:, position]
+            if self.sample:
+                token, _ = accept_or_resample(scores[-1].softmax(-1), distributions[position], proposal)
+            else:
+                token = scores[-1].argmax(-1)
+            tokens.append(token)
+            if bool(token != proposal):
+                break
+            ids = torch.cat([ids, token[:, None]], dim=1)
+        return tokens, scores
+
+    def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
+        return self.processor(ids, logits.to(torch.float32, copy=True))
+
+    def _pick(self, scores: Tensor) -> Tensor:
+        return torch.multinomial(scores.softmax(-1), 1)[:, 0] if self.sample else scores.argmax(-1)
+
+    def _emit(self, tokens: list[Tensor], scores: list[Tensor], logits: list[Tensor]) -> bool:
+        """Append tokens one by one until a stopping criterion holds; whether one does."""
+        for token, token_scores, token_logits in zip(tokens, scores, logits, strict=True):
+            self.ids = torch.cat([self.ids, token[:, None]], dim=1)
+            if self.config.output_scores:
+                self.scores.append(token_scores)
+            if self.config.output_logits:
+                self.logits.append(token_logits.float())
+            if self.streamer is not None:
+                self.streamer.put(token.cpu())
+            if bool(self.criteria(self.ids, tuple(self.scores) or None).all()):
+                return True
+        return False
+
+    def _observe(self, features: Tensor) -> None:
+        self.draft.observe(features)
+        for shadow in self.shadows.values():
+            shadow.observe(features)
+
+    def _shadow(self, context: StepContext, depth: int) -> dict[str, tuple[int, ...]]:
+        greedy = lambda logits, ids: logits.argmax(-1, keepdim=True)  # noqa: E731
+        drafts = {name: state.propose(context.ids, depth, greedy) for name, state in self.shadows.items()}
+        return {name: tuple(tokens[0].tolist()) for name, tokens in drafts.items()}
+
+    def _clock(self) -> float:
+        if self.drafter.measure and self.ids.is_cuda:
+            torch.cuda.synchronize(self.ids.device)
+        return time.perf_counter()

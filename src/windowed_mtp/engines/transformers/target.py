@@ -1,0 +1,171 @@
+"""The target model as the drafter sees it: forward passes, features for the draft, and rollback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+
+from windowed_mtp.errors import GenerationError
+
+_MIXER_STATE = ("conv_states", "recurrent_states")
+
+
+class Target:
+    """A causal language model, its cache, and the hooks that read its features while it runs.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A transformers causal language model.
+    cache : Cache
+        The empty dynamic cache that ``generate`` made.
+    feature_layers : list of int or None
+        Layers whose inputs are the features; ``None`` for the final hidden state.
+
+    Raises
+    ------
+    GenerationError
+        If the cache cannot be rolled back.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, feature_layers: list[int] | None) -> None:
+        self.model = model
+        self.cache = cache
+        self.feature_layers = feature_layers
+        self._features: dict[int, Tensor] = {}
+        self._mixers = _linear_mixers(model, cache)
+        self._calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+        self._saved: list[tuple[Any, dict[str, dict[int, Tensor]]]] | None = None
+
+    @contextmanager
+    def hooked(self) -> Iterator[Target]:
+        """Install the feature and mixer hooks for the duration of a generation; they always come off."""
+        decoder = self.model.get_decoder()
+        handles = []
+        if self.feature_layers is None:
+            handles.append(decoder.register_forward_hook(self._keep_output))
+        else:
+            for position, index in enumerate(self.feature_layers):
+                hook = self._keep_input(position)
+                handles.append(decoder.layers[index].register_forward_pre_hook(hook, with_kwargs=True))
+        handles += [mixer.register_forward_pre_hook(self._keep_call, with_kwargs=True) for mixer in self._mixers]
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._features = {0: output[0]}
+
+    def _keep_input(self, position: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._features[position] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def _keep_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._saved is not None:
+            self._calls.append((module, args, kwargs))
+
+    def prefill(self, ids: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
+        """Run the prompt.
+
+        Parameters
+        ----------
+        ids : Tensor
+            ``[1, n]`` int64.
+        chunk : int or None
+            Longest forward pass in tokens; ``None`` for one pass.
+
+        Returns
+        -------
+        logits : Tensor
+            ``[1, 1, V]`` of the last token.
+        features : Tensor
+            ``[1, n, F]``.
+        """
+        features = []
+        for part in ids.split(chunk or ids.shape[1], dim=1):
+            logits, part_features = self._forward(part, logits_to_keep=1)
+            features.append(part_features)
+        for layer in self.cache.layers:
+            if not isinstance(layer, LinearAttentionCacheLayerMixin) and getattr(layer, "is_sliding", False):
+                raise GenerationError(
+                    "the target has sliding-window layers, whose cache cannot be rolled back exactly; "
+                    "use a model with full or linear attention."
+                )
+        return logits, torch.cat(features, dim=1) if len(features) > 1 else features[0]
+
+    def verify(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the last known token and the drafted ones; ``keep`` must follow.
+
+        Parameters
+        ----------
+        tokens : Tensor
+            ``[1, k + 1]`` int64.
+
+        Returns
+        -------
+        logits : Tensor
+            ``[1, k + 1, V]``.
+        features : Tensor
+            ``[1, k + 1, F]``.
+        """
+        if tokens.shape[1] > 1 and self._mixers:
+            layers = [self.cache.layers[m.layer_idx] for m in self._mixers]
+            # Clones: single-token kernels update the states in place.
+            self._saved = [
+                (layer, {name: {i: s.clone() for i, s in getattr(layer, name).items()} for name in _MIXER_STATE})
+                for layer in layers
+            ]
+        return self._forward(tokens, logits_to_keep=0)
+
+    def keep(self, kept: int, ran: int) -> None:
+        """Roll the cache back to the first ``kept`` of the ``ran`` tokens of the last ``verify``.
+
+        Attention layers are cropped. Recurrent states are restored, and the mixers alone run again over the kept
+        tokens, on the inputs they had.
+        """
+        calls, saved = self._calls, self._saved
+        self._calls, self._saved = [], None
+        if kept == ran:
+            return
+        for layer in self.cache.layers:
+            if not isinstance(layer, LinearAttentionCacheLayerMixin) and layer.get_seq_length():
+                layer.crop(kept - ran)  # type: ignore[attr-defined]
+        for layer, states in saved or ():
+            for name, by_index in states.items():
+                getattr(layer, name).update(by_index)
+        for mixer, args, kwargs in calls:
+            kwargs = {name: _first(value, ran, kept) for name, value in kwargs.items()}
+            mixer(*(_first(value, ran, kept) for value in args), **kwargs)
+
+    def _forward(self, tokens: Tensor, logits_to_keep: int) -> tuple[Tensor, Tensor]:
+        output = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=logits_to_keep)
+        features = [self._features[i] for i in sorted(self._features)]
+        self._features = {}
+        return output.logits, torch.cat(features, dim=-1) if len(features) > 1 else features[0]
+
+
+def _first(value: Any, ran: int, kept: int) -> Any:
+    """Cut a per-token tensor ``[1, ran, ...]`` to its first ``kept`` tokens; anything else stays as it is."""
+    return value[:, :kept] if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == ran else value
+
+
+def _linear_mixers(model: PreTrainedModel, cache: Cache) -> list[Any]:
+    """List the modules that update a recurrent state in ``cache``, in order of layer."""
+    linear = {i for i, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
+    mixers: list[Any] = []
+    for index, layer in enumerate(model.get_decoder().layers):
+        if index in linear:
+            mixers += [module for module in layer.children() if getattr(module, "layer_idx", None) == index]
+    if len(mixers) != len(linear):
+        raise GenerationError("the target's recurrent layers are laid out in a way this version does not know.")
+    return mixers
