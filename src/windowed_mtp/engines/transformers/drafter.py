@@ -15,6 +15,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from windowed_mtp.engines.protocol import DepthPolicy, ProposalOverride, StepContext, StepEvent, StepObserver
 from windowed_mtp.engines.stats import DecodeStats
+from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.engines.transformers.draft import DraftState, Keep, Prefill
 from windowed_mtp.engines.transformers.heads import load_head
 from windowed_mtp.engines.transformers.heads.base import DraftHead
@@ -209,7 +210,7 @@ class _Decoding:
             sequences=self.ids,  # type: ignore[arg-type]
             scores=tuple(self.scores) if self.config.output_scores else None,  # type: ignore[arg-type]
             logits=tuple(self.logits) if self.config.output_logits else None,  # type: ignore[arg-type]
-            past_key_values=self.target.cache,
+            **{cache_argument(self.target.model): self.target.cache},
         )
 
     def _step(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.errors import GenerationError, WindowError
 from windowed_mtp.window import SinkWindow
 
@@ -94,10 +95,11 @@ def check_request(
         raise GenerationError(
             f"the prompt has {ids.shape[1]} tokens, but the model's positions end at {limit}; shorten the prompt."
         )
-    cache = model_kwargs.get("past_key_values")
+    cache_name = cache_argument(model)
+    cache = model_kwargs.get(cache_name)
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
         raise GenerationError(
-            "past_key_values was passed, but it carries no hidden states for the draft; pass the whole prompt instead."
+            f"{cache_name} was passed, but it carries no hidden states for the draft; pass the whole prompt instead."
         )
     if type(cache) is not DynamicCache:
         raise GenerationError(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
+from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.errors import GenerationError
 
 _MIXER_STATE = ("conv_states", "recurrent_states")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from windowed_mtp.engines.transformers.cache import DraftKV
+from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.engines.transformers.loading import Checkpoint
 
 
@@ -133,11 +133,6 @@ class MTPHead(DraftHead):
     def logits(self, layer: int, out: Tensor) -> Tensor:
         """Return the logits of the target's own output head."""
         return self.lm_head(out)
-
-
-def cache_argument(block: nn.Module) -> str:
-    """Return a decoder layer's name for its cache: ``cache`` from transformers 5.24 on, before ``past_key_values``."""
-    return "cache" if "cache" in inspect.signature(block.forward).parameters else "past_key_values"
 
 
 def layer_config(target: PreTrainedModel, **changes: Any) -> Any:
