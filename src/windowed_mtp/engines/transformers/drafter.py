@@ -210,7 +210,7 @@ class _Decoding:
             sequences=self.ids,  # type: ignore[arg-type]
             scores=tuple(self.scores) if self.config.output_scores else None,  # type: ignore[arg-type]
             logits=tuple(self.logits) if self.config.output_logits else None,  # type: ignore[arg-type]
-            **{cache_argument(self.target.model): self.target.cache},
+            **{cache_argument(self.target.model): self.target.cache},  # type: ignore[arg-type]
         )
 
     def _step(self) -> bool:

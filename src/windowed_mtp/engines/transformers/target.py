@@ -149,7 +149,8 @@ class Target:
             mixer(*(_first(value, ran, kept) for value in args), **kwargs)
 
     def _forward(self, tokens: Tensor, logits_to_keep: int) -> tuple[Tensor, Tensor]:
-        output = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=logits_to_keep)
+        cache = {cache_argument(self.model): self.cache}
+        output = self.model(input_ids=tokens, use_cache=True, logits_to_keep=logits_to_keep, **cache)
         features = [self._features[i] for i in sorted(self._features)]
         self._features = {}
         return output.logits, torch.cat(features, dim=-1) if len(features) > 1 else features[0]
