@@ -197,9 +197,11 @@ class DraftState:
         layer before must be exact from that much earlier on, and so on down to the first.
         """
         if self.window is None or not self.pruned:
-            return [(start, end)] if start < end else []
+            return [(start, end)]
         above = self.num_layers - 1 - layer
         tail = known - (self.num_layers - 1) - self.window.window - self.num_speculative_tokens
         tail -= above * (self.window.window - 1)
-        ranges = [(start, min(end, self.window.sink)), (max(start, self.window.sink, tail), end)]
+        if tail <= max(start, self.window.sink):
+            return [(start, end)]
+        ranges = [(start, min(end, self.window.sink)), (tail, end)]
         return [(a, b) for a, b in ranges if a < b]

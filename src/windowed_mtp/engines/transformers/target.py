@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.errors import GenerationError
@@ -29,10 +29,6 @@ class Target:
     feature_layers : list of int or None
         Layers whose inputs are the features; ``None`` for the final hidden state.
 
-    Raises
-    ------
-    GenerationError
-        If the cache cannot be rolled back.
     """
 
     def __init__(self, model: PreTrainedModel, cache: Cache, feature_layers: list[int] | None) -> None:
@@ -40,27 +36,26 @@ class Target:
         self.cache = cache
         self.feature_layers = feature_layers
         self._features: dict[int, Tensor] = {}
-        self._mixers = _linear_mixers(model, cache)
+        self._handles: list[Any] = []
+        self._mixers: list[Any] = []
         self._calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
         self._saved: list[tuple[Any, dict[str, dict[int, Tensor]]]] | None = None
 
     @contextmanager
     def hooked(self) -> Iterator[Target]:
-        """Install the feature and mixer hooks for the duration of a generation; they always come off."""
+        """Have the model's features read for the duration of a generation; all hooks come off at its end."""
         decoder = self.model.get_decoder()
-        handles = []
         if self.feature_layers is None:
-            handles.append(decoder.register_forward_hook(self._keep_output))
+            self._handles.append(decoder.register_forward_hook(self._keep_output))
         else:
             for position, index in enumerate(self.feature_layers):
                 hook = self._keep_input(position)
-                handles.append(decoder.layers[index].register_forward_pre_hook(hook, with_kwargs=True))
-        handles += [mixer.register_forward_pre_hook(self._keep_call, with_kwargs=True) for mixer in self._mixers]
+                self._handles.append(decoder.layers[index].register_forward_pre_hook(hook, with_kwargs=True))
         try:
             yield self
         finally:
-            for handle in handles:
-                handle.remove()
+            while self._handles:
+                self._handles.pop().remove()
 
     def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
         self._features = {0: output[0]}
@@ -91,17 +86,17 @@ class Target:
             ``[1, 1, V]`` of the last token.
         features : Tensor
             ``[1, n, F]``.
+
+        Raises
+        ------
+        GenerationError
+            If the cache turns out to have layers that cannot be rolled back.
         """
         features = []
         for part in ids.split(chunk or ids.shape[1], dim=1):
             logits, part_features = self._forward(part, logits_to_keep=1)
             features.append(part_features)
-        for layer in self.cache.layers:
-            if not isinstance(layer, LinearAttentionCacheLayerMixin) and getattr(layer, "is_sliding", False):
-                raise GenerationError(
-                    "the target has sliding-window layers, whose cache cannot be rolled back exactly; "
-                    "use a model with full or linear attention."
-                )
+        self._find_mixers()
         return logits, torch.cat(features, dim=1) if len(features) > 1 else features[0]
 
     def verify(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,14 +134,33 @@ class Target:
         if kept == ran:
             return
         for layer in self.cache.layers:
-            if not isinstance(layer, LinearAttentionCacheLayerMixin) and layer.get_seq_length():
-                layer.crop(kept - ran)  # type: ignore[attr-defined]
+            if isinstance(layer, DynamicLayer) and layer.get_seq_length():  # others: recurrent, or without a cache
+                layer.crop(kept - ran)
         for layer, states in saved or ():
             for name, by_index in states.items():
                 getattr(layer, name).update(by_index)
         for mixer, args, kwargs in calls:
             kwargs = {name: _first(value, ran, kept) for name, value in kwargs.items()}
             mixer(*(_first(value, ran, kept) for value in args), **kwargs)
+
+    def _find_mixers(self) -> None:
+        """Find, after the prompt, the modules that update a recurrent state, and keep their calls from now on."""
+        blocks = self.model.get_decoder().layers
+        for index, layer in enumerate(self.cache.layers):
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                if isinstance(layer, DynamicLayer):
+                    raise GenerationError(
+                        "the target mixes attention and recurrence in one layer; that is not supported."
+                    )
+                if any(layer.has_previous_state.values()):
+                    mixer = next(m for m in blocks[index].children() if getattr(m, "layer_idx", None) == index)
+                    self._mixers.append(mixer)
+                    self._handles.append(mixer.register_forward_pre_hook(self._keep_call, with_kwargs=True))
+            elif getattr(layer, "is_sliding", False):
+                raise GenerationError(
+                    "the target has sliding-window layers, whose cache cannot be rolled back exactly; "
+                    "use a model with full or linear attention."
+                )
 
     def _forward(self, tokens: Tensor, logits_to_keep: int) -> tuple[Tensor, Tensor]:
         cache = {cache_argument(self.model): self.cache}
@@ -159,15 +173,3 @@ class Target:
 def _first(value: Any, ran: int, kept: int) -> Any:
     """Cut a per-token tensor ``[1, ran, ...]`` to its first ``kept`` tokens; anything else stays as it is."""
     return value[:, :kept] if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == ran else value
-
-
-def _linear_mixers(model: PreTrainedModel, cache: Cache) -> list[Any]:
-    """List the modules that update a recurrent state in ``cache``, in order of layer."""
-    linear = {i for i, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
-    mixers: list[Any] = []
-    for index, layer in enumerate(model.get_decoder().layers):
-        if index in linear:
-            mixers += [module for module in layer.children() if getattr(module, "layer_idx", None) == index]
-    if len(mixers) != len(linear):
-        raise GenerationError("the target's recurrent layers are laid out in a way this version does not know.")
-    return mixers
