@@ -90,34 +90,50 @@ class Checkpoint:
         return tensors
 
 
-def fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def fuse_experts(tensors: dict[str, Tensor], what: str) -> dict[str, Tensor]:
     """Stack per-expert weights into the tensors that transformers' expert modules hold.
 
     Parameters
     ----------
     tensors : dict of str to Tensor
         Names such as ``mlp.experts.3.gate_proj.weight``, ``[out, in]``; other names are passed through.
+    what : str
+        How to call the head in an error.
 
     Returns
     -------
     dict of str to Tensor
         ``...experts.gate_up_proj`` ``[E, 2·inter, hidden]`` (or ``up_proj`` where there is no gate) and
         ``...experts.down_proj`` ``[E, hidden, inter]``.
+
+    Raises
+    ------
+    CheckpointError
+        If experts are missing, or differ in shape.
     """
     fused: dict[str, Tensor] = {}
-    experts: dict[tuple[str, str], dict[int, Tensor]] = {}
+    experts: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
         match = _EXPERT.match(name)
         if match:
-            experts.setdefault((match["prefix"], match["name"]), {})[int(match["index"])] = tensor
+            by_name = experts.setdefault(match["prefix"], {})
+            by_name.setdefault(match["name"], {})[int(match["index"])] = tensor
         else:
             fused[name] = tensor
-    stacked = {key: torch.stack([by_index[i] for i in sorted(by_index)]) for key, by_index in experts.items()}
-    for (prefix, name), tensor in stacked.items():
-        if name == "gate_proj":
-            fused[f"{prefix}.gate_up_proj"] = torch.cat([tensor, stacked[prefix, "up_proj"]], dim=1)
-        elif name == "down_proj" or (prefix, "gate_proj") not in stacked:
-            fused[f"{prefix}.{name}"] = tensor
+    for prefix, by_name in experts.items():
+        indices = range(1 + max(max(by_index) for by_index in by_name.values()))
+        missing = [
+            f"{prefix}.{i}.{name}.weight" for name, by_index in by_name.items() for i in indices if i not in by_index
+        ]
+        if missing:
+            raise CheckpointError(f"{what} is not one this version can load: it comes without {missing[0]}.")
+        for names in (("gate_proj", "up_proj"), ("down_proj",)):
+            if len({(t.shape, t.dtype) for name in names for t in by_name.get(name, {}).values()}) > 1:
+                raise CheckpointError(f"{what} does not fit the model: its {prefix} differ in shape or dtype.")
+        stacked = {name: torch.stack([by_index[i] for i in indices]) for name, by_index in by_name.items()}
+        if {"gate_proj", "up_proj"} <= stacked.keys():
+            stacked["gate_up_proj"] = torch.cat([stacked.pop("gate_proj"), stacked.pop("up_proj")], dim=1)
+        fused |= {f"{prefix}.{name}": tensor for name, tensor in stacked.items()}
     return fused
 
 

@@ -37,8 +37,9 @@ class Qwen3_5Head(MTPHead):
                 f"{checkpoint.name_or_path!r} has no MTP head: it holds no tensors named mtp.*; use a checkpoint that "
                 "kept its head."
             )
+        what = f"the MTP head of {checkpoint.name_or_path!r}"
         tensors = checkpoint.read(names.values())
-        count = 1 + max(int(name.split(".")[1]) for name in names if name.startswith("layers."))
+        count = 1 + max((int(name.split(".")[1]) for name in names if name.startswith("layers.")), default=0)
         config = layer_config(
             target,
             layer_types=["full_attention"] * count,
@@ -57,8 +58,8 @@ class Qwen3_5Head(MTPHead):
                     "norm": norm_like(target, config.rms_norm_eps),
                 }
             )
-        fused = fuse_experts({name: tensors[full] for name, full in names.items()})
-        fill(module, fused, target, target.device, f"the MTP head of {checkpoint.name_or_path!r}")
+        fused = fuse_experts({name: tensors[full] for name, full in names.items()}, what)
+        fill(module, fused, target, target.device, what)
         return cls(target, [module] * count)
 
     def forward(
