@@ -285,6 +285,18 @@ def test_sampled_drafts_come_from_the_draft_vocabulary(name: str) -> None:
     assert torch.stack(output.logits).isfinite().all() and not torch.stack(output.scores).isnan().any()
 
 
+@pytest.mark.parametrize("sample", [False, True])
+def test_forbidding_the_whole_draft_vocabulary_stops_nothing(sample: bool) -> None:
+    offsets = tiny_eagle3.weights("draft-vocabulary")["d2t"]
+    vocabulary = (offsets + torch.arange(len(offsets))).tolist()
+    made = WindowedMTP(tiny_eagle3.target("draft-vocabulary"), head_of("draft-vocabulary"), window=SinkWindow(4, 16))
+    output = generate(
+        "draft-vocabulary", prompt(30), max_new_tokens=12, do_sample=sample, suppress_tokens=vocabulary,
+        custom_generate=made,
+    )  # fmt: skip
+    assert output.shape == (1, 42) and not set(output[0, 30:].tolist()) & set(vocabulary)
+
+
 def test_bfloat16_follows_the_target() -> None:
     target = tiny_eagle3.llama().to(torch.bfloat16)
     head = load_head(target, eagle3=tiny_eagle3.checkpoint("draft-vocabulary"))

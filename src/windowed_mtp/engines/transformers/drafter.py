@@ -266,7 +266,8 @@ class _Decoding:
             scores = self._scores(ids, logits)
             if not self.sample:
                 return scores.argmax(-1, keepdim=True)
-            distributions.append(scores.softmax(-1))
+            # Where the processors forbid every token of the draft's vocabulary, all are equally likely.
+            distributions.append(scores.softmax(-1).nan_to_num(nan=1 / scores.shape[-1]))
             return torch.multinomial(distributions[-1], 1)
 
         drafted = self.draft.propose(self.ids, depth, choose)
