@@ -1,0 +1,1 @@
+"""Prompts to measure with: seeded, deterministic, and made from what every machine has."""
