@@ -51,7 +51,7 @@ def check_options(window: SinkWindow | None, num_speculative_tokens: int, keep: 
             f"the window of {window.window} is shorter than the {num_speculative_tokens + 1} entries of a draft's "
             "first pass, so later drafted tokens will not see the verified ones; a window of at least "
             f"{num_speculative_tokens + 1} is advised.",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

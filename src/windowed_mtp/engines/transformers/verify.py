@@ -10,8 +10,43 @@ import torch
 from torch import Tensor
 
 
+def acceptance(p: Tensor, q: Tensor) -> Tensor:
+    """Probability of accepting each token where it is drafted: ``min(1, p/q)``.
+
+    Parameters
+    ----------
+    p, q : Tensor
+        Target and draft probabilities of the same tokens, any equal shape, float32; ``q > 0`` where a token can be
+        drafted.
+
+    Returns
+    -------
+    Tensor
+        The same shape; 1 where ``q`` is 0.
+    """
+    return torch.where(q > 0, p / q, 1.0).clamp_max(1.0)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """Distribution drawn from after a rejection: ``max(p - q, 0)``, normalised.
+
+    Parameters
+    ----------
+    p, q : Tensor
+        Target and draft distributions, ``[N, V]`` float32, rows summing to 1.
+
+    Returns
+    -------
+    Tensor
+        ``[N, V]``; ``p`` in rows where nothing is left, which are never rejected.
+    """
+    left = (p - q).clamp_min(0)
+    total = left.sum(-1, keepdim=True)
+    return torch.where(total > 0, left / total, p)
+
+
 def accept_or_resample(p: Tensor, q: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
-    """Accept drafted tokens with probability ``min(1, p/q)``, else draw from the residual ``max(p - q, 0)``.
+    """Accept drafted tokens with probability ``min(1, p/q)``, else draw from the residual.
 
     The returned token has distribution ``p`` whatever ``q`` is, provided that ``drafted`` was drawn from ``q``.
 
@@ -29,15 +64,10 @@ def accept_or_resample(p: Tensor, q: Tensor, drafted: Tensor) -> tuple[Tensor, T
     accepted : Tensor
         ``[N]`` bool.
     """
-    at = drafted[:, None]
-    p_at, q_at = p.gather(1, at)[:, 0], q.gather(1, at)[:, 0]
-    accepted = torch.rand_like(p_at) * q_at < p_at
-    if bool(accepted.all()):
-        return drafted, accepted
-    residual = (p - q).clamp_min_(0)
-    # Where p == q the residual is empty, but then acceptance is certain and the draw is not used.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
-    return torch.where(accepted, drafted, torch.multinomial(residual, 1)[:, 0]), accepted
+    chance = acceptance(p.gather(1, drafted[:, None]), q.gather(1, drafted[:, None]))[:, 0]
+    accepted = torch.rand_like(chance) < chance
+    redrawn = torch.multinomial(residual(p, q), 1)[:, 0]
+    return torch.where(accepted, drafted, redrawn), accepted
 
 
 def point_mass(token: Tensor, vocab_size: int) -> Tensor:

@@ -1,0 +1,85 @@
+"""Bad input gets one sentence, from the library a ``WindowedMTPError``, before anything runs."""
+
+import pytest
+import tiny
+import torch
+from checks import Case, drafter, generate, prompt
+from transformers import DynamicCache
+
+from windowed_mtp import SinkWindow
+from windowed_mtp.engines.transformers import WindowedMTP
+from windowed_mtp.errors import GenerationError, WindowedMTPError, WindowError
+
+
+def refused(error: type[WindowedMTPError], match: str):
+    return pytest.raises(error, match=match)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
+        ({"num_speculative_tokens": 2.5}, "num_speculative_tokens is 2.5"),
+        ({"keep": "some"}, "keep is 'some'"),
+        ({"prefill": "half"}, "prefill is 'half'"),
+        ({"prefill": "pruned"}, "use keep='ring'"),
+        ({"keep": "ring", "window": None}, "needs a window"),
+        ({"keep": "ring", "window": SinkWindow(4, 16, min_context=21)}, "min_context 21 is above sink"),
+    ],
+)
+def test_options_that_contradict(options: dict, match: str):
+    with refused(WindowError, match):
+        WindowedMTP(tiny.model("qwen3_5"), tiny.head("qwen3_5"), **options)
+
+
+def test_a_window_shorter_than_a_first_pass_warns_once():
+    with pytest.warns(UserWarning, match="shorter than the 6 entries") as caught:
+        WindowedMTP(tiny.model("qwen3_5"), tiny.head("qwen3_5"), window=SinkWindow(4, 5), num_speculative_tokens=5)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def request(match: str, ids: torch.Tensor | None = None, **options) -> None:
+    ids = prompt(20) if ids is None else ids
+    with refused(GenerationError, match) as caught:
+        generate("qwen3_5", ids, custom_generate=drafter(Case("qwen3_5")), **{"max_new_tokens": 4, **options})
+    message = str(caught.value)
+    assert message.endswith(".") and "\n" not in message
+
+
+def test_batches():
+    request("one sequence at a time, but the batch has 2", prompt(20).repeat(2, 1))
+    request("one sequence at a time, but the batch has 3", num_return_sequences=3, do_sample=True)
+
+
+def test_beams():
+    request("num_beams=2", num_beams=2)
+
+
+def test_padding():
+    mask = torch.ones(1, 20, dtype=torch.int64)
+    mask[0, :3] = 0
+    request("the prompt is padded", attention_mask=mask)
+
+
+def test_a_caller_s_own_cache():
+    request("carries no hidden states", past_key_values=DynamicCache(config=tiny.model("qwen3_5").config))
+
+
+def test_other_caches():
+    request("dynamic cache", use_cache=False)
+    request("dynamic cache", cache_implementation="static")
+
+
+def test_a_prompt_beyond_the_positions_names_the_limit():
+    request("positions end at 1024", prompt(1025))
+
+
+def test_internals_of_the_target_are_not_collected():
+    request("output_attentions", output_hidden_states=True, return_dict_in_generate=True)
+
+
+def test_another_model():
+    with refused(GenerationError, "made for another model"):
+        ids = prompt(20)
+        generate("deepseek_v3", ids, max_new_tokens=4, custom_generate=drafter(Case("qwen3_5")))
