@@ -15,3 +15,7 @@ class CheckpointError(WindowedMTPError):
 
 class GenerationError(WindowedMTPError):
     """A generation request that the engine cannot serve."""
+
+
+class ResultError(WindowedMTPError):
+    """A result file that cannot be written, or that is not one."""

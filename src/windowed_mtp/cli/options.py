@@ -1,0 +1,234 @@
+"""Options that several commands share, and the checks that need no model."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from windowed_mtp.errors import WindowedMTPError, WindowError
+from windowed_mtp.window import SinkWindow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from windowed_mtp.engines.transformers import WindowedMTP
+    from windowed_mtp.results import Setting
+
+DEFAULT_DEPTH = 3
+
+
+class Keep(StrEnum):
+    """Which draft keys stay in memory."""
+
+    all = "all"
+    ring = "ring"
+
+
+class Prefill(StrEnum):
+    """Which of the prompt's entries the draft runs over."""
+
+    full = "full"
+    pruned = "pruned"
+
+
+class Dtype(StrEnum):
+    """Number format of the weights."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def _option(panel: str, name: str, metavar: str | None, help: str) -> Any:
+    return typer.Option(name, metavar=metavar, show_default=False, rich_help_panel=panel, help=help)
+
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", show_default=False, help="Folder of a checkpoint, or its name on the hub.")
+]
+Sink = Annotated[int | None, _option("Draft", "--sink", "N", "Keys read at the start of the text (default 64).")]
+Window = Annotated[
+    int | None, _option("Draft", "--window", "N", "Most recent keys read, the query's own included (default 4032).")
+]
+MinContext = Annotated[
+    int | None, _option("Draft", "--min-context", "N", "Read every key in contexts shorter than this (default 0).")
+]
+Depth = Annotated[int | None, _option("Draft", "--depth", "N", f"Tokens drafted a step (default {DEFAULT_DEPTH}).")]
+Native = Annotated[bool, _option("Draft", "--native", None, "No window: the draft reads every key.")]
+KeepOption = Annotated[
+    Keep | None,
+    _option("Draft", "--keep", None, "Hold all draft keys (default), or a ring of sink + window + depth slots."),
+]
+PrefillOption = Annotated[
+    Prefill | None,
+    _option("Draft", "--prefill", None, "Draft keys of the prompt: all (default), or with a ring those it will read."),
+]
+Eagle3 = Annotated[
+    str | None, _option("Draft", "--eagle3", "NAME", "EAGLE-3 drafter, folder or hub name, in place of MTP.")
+]
+Device = Annotated[
+    str | None, _option("Model", "--device", "NAME", "Torch device (default: cuda if there is one, else cpu).")
+]
+DtypeOption = Annotated[
+    Dtype, _option("Model", "--dtype", None, "Number format; auto (default) takes the checkpoint's own.")
+]
+Json = Annotated[Path | None, _option("Output", "--json", "OUT", "Also write the numbers to this file.")]
+Temperature = Annotated[
+    float | None, _option("Sampling", "--temperature", "T", "Above 0 (default: the checkpoint's, else 1).")
+]
+TopP = Annotated[
+    float | None,
+    _option("Sampling", "--top-p", "P", "Draw from the likeliest tokens of this joint probability (default likewise)."),
+]
+TopK = Annotated[
+    int | None, _option("Sampling", "--top-k", "K", "Draw from the K likeliest tokens, 0 from all (default likewise).")
+]
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """The draft options as given; ``None`` where an option was left out.
+
+    Parameters
+    ----------
+    sink, window, min_context, depth, native, keep, prefill, eagle3
+        As on the command line.
+
+    Raises
+    ------
+    WindowError
+        If they contradict each other.
+    """
+
+    sink: int | None = None
+    window: int | None = None
+    min_context: int | None = None
+    depth: int | None = None
+    native: bool = False
+    keep: Keep | None = None
+    prefill: Prefill | None = None
+    eagle3: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.native:
+            for name in ("sink", "window", "min_context"):
+                if getattr(self, name) is not None:
+                    raise WindowError(
+                        f"--native reads every key, so {_flag(name)} has no meaning; leave one of them out."
+                    )
+            if self.keep == Keep.ring:
+                raise WindowError(
+                    "--native reads every key, but --keep ring holds only a window; leave one of them out."
+                )
+        if self.depth is not None and self.depth < 1:
+            raise WindowError(f"--depth is {self.depth}, but it must be at least 1; pass a larger value.")
+        if self.prefill == Prefill.pruned and self.keep != Keep.ring:
+            raise WindowError("--prefill pruned leaves out keys that --keep all promises to hold; add --keep ring.")
+        _ = self.sink_window
+
+    @property
+    def sink_window(self) -> SinkWindow | None:
+        """The window; ``None`` for ``--native``."""
+        if self.native:
+            return None
+        given = {"sink": self.sink, "window": self.window, "min_context": self.min_context}
+        return SinkWindow(**{name: value for name, value in given.items() if value is not None})
+
+    def given(self) -> list[str]:
+        """Names of the options that were given."""
+        return [_flag(name) for name in vars(self) if getattr(self, name) not in (None, False)]
+
+    def check(self) -> None:
+        """Check what the engine would refuse, before a model is loaded.
+
+        Raises
+        ------
+        WindowError
+            If the options contradict each other.
+        """
+        from windowed_mtp.engines.transformers.request import check_options
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the engine warns itself
+            check_options(**self._engine())
+
+    def build(self, model: PreTrainedModel) -> WindowedMTP:
+        """Make the drafter of a model."""
+        from windowed_mtp.engines.transformers import WindowedMTP
+
+        return WindowedMTP.from_model(model, eagle3=self.eagle3, measure=True, **self._engine())
+
+    def settings(self) -> dict[str, Setting]:
+        """Give the values in force, for a result file."""
+        engine = self._engine()
+        window = engine.pop("window")
+        parts = {name: getattr(window, name, None) for name in ("sink", "window", "min_context")}
+        return {**parts, **engine, "eagle3": self.eagle3}
+
+    def describe(self, entries: int) -> str:
+        """Say in one line what is in force, for a sequence of ``entries`` draft entries."""
+        depth = self._engine()["num_speculative_tokens"]
+        window = self.sink_window
+        if window is None:
+            return f"draft: {depth} tokens a step, no window (every key is read)"
+        text = f"draft: {depth} tokens a step, sink {window.sink}, window {window.window}"
+        text += f", keep {self.keep or Keep.all}, prefill {self.prefill or Prefill.full}"
+        if window.engages(entries):
+            return text
+        bound = max(window.span + 1, window.min_context)
+        return f"{text}; not engaged: it leaves keys out from {bound:,} on, and there were {entries:,}"
+
+    def _engine(self) -> dict[str, Any]:
+        return {
+            "window": self.sink_window,
+            "num_speculative_tokens": DEFAULT_DEPTH if self.depth is None else self.depth,
+            "keep": (self.keep or Keep.all).value,
+            "prefill": (self.prefill or Prefill.full).value,
+        }
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The sampling options as given; ``None`` where an option was left out.
+
+    Raises
+    ------
+    WindowedMTPError
+        If they contradict each other or are out of range.
+    """
+
+    sample: bool
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+
+    def __post_init__(self) -> None:
+        given = [_flag(name) for name in ("temperature", "top_p", "top_k", "seed") if getattr(self, name) is not None]
+        if given and not self.sample:
+            raise WindowedMTPError(f"{given[0]} has no effect on greedy decoding; add --sample, or leave it out.")
+        if self.temperature == 0:
+            raise WindowedMTPError(
+                "a temperature of 0 is greedy decoding; leave out --sample and --temperature for it."
+            )
+        if self.temperature is not None and self.temperature < 0:
+            raise WindowedMTPError(f"--temperature is {self.temperature}, but it must be above 0; pass a larger value.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise WindowedMTPError(f"--top-p is {self.top_p}, but it must be above 0 and at most 1; pass such a value.")
+        if self.top_k is not None and self.top_k < 0:
+            raise WindowedMTPError(f"--top-k is {self.top_k}, but it must be at least 0, which keeps all tokens.")
+
+    def generate_kwargs(self) -> dict[str, Any]:
+        """Arguments of ``model.generate``; what was left out is the checkpoint's own."""
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return {"do_sample": self.sample, **{name: value for name, value in given.items() if value is not None}}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
