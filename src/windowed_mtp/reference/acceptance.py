@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -56,10 +58,11 @@ def greedy_continuation(model: Qwen3_5ForCausalLM, prompts: Tensor, tokens: int)
     Tensor of int64, shape (B, P + tokens)
         Prompts and continuations.
     """
+    cache = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # from 5.24
     output = model(input_ids=prompts, use_cache=True, logits_to_keep=1)
     ids = [prompts, output.logits[:, -1:].argmax(dim=-1)]
     for _ in range(tokens - 1):
-        output = model(input_ids=ids[-1], past_key_values=output.past_key_values, use_cache=True)
+        output = model(input_ids=ids[-1], **{cache: output.past_key_values}, use_cache=True)
         ids.append(output.logits[:, -1:].argmax(dim=-1))
     return torch.cat(ids, dim=1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,12 @@ from windowed_mtp.reference.corpus import VOCAB_SIZE
 
 def reference_config() -> Qwen3_5TextConfig:
     """Build the configuration: 3 Gated DeltaNet layers, 1 full-attention layer, one MTP layer, 3.8M parameters."""
+    extras: dict[str, Any] = {  # fields of the public checkpoints that transformers keeps but does not know
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+    }
     return Qwen3_5TextConfig(
         architectures=["Qwen3_5ForCausalLM"],
         dtype="bfloat16",
@@ -42,10 +49,7 @@ def reference_config() -> Qwen3_5TextConfig:
         tie_word_embeddings=True,
         eos_token_id=0,
         pad_token_id=0,
-        attn_output_gate=True,
-        mamba_ssm_dtype="float32",
-        mtp_num_hidden_layers=1,
-        mtp_use_dedicated_embeddings=False,
+        **extras,
     )
 
 
@@ -78,7 +82,7 @@ class MTPHead(nn.Module):
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.pre_fc_norm_embedding = Qwen3_5RMSNorm(size, eps=eps)
         self.pre_fc_norm_hidden = Qwen3_5RMSNorm(size, eps=eps)
-        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention"))])
+        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, (config.layer_types or []).index("full_attention"))])
         self.norm = Qwen3_5RMSNorm(size, eps=eps)
         self.rotary = Qwen3_5TextRotaryEmbedding(config)
 
@@ -105,7 +109,8 @@ class MTPHead(nn.Module):
         list of Tensor, each of shape (B, last, size)
             One a step: the head's hidden states, whose logits at step ``s`` predict token ``i+s+1`` of base ``i``.
         """
-        layer, attention = self.layers[0], self.layers[0].self_attn
+        layer: Any = self.layers[0]
+        attention = layer.self_attn
         total = embeddings.shape[1] - steps
         last = total if last is None else last
         bases = torch.arange(total - last, total, device=hidden.device)

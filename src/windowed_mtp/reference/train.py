@@ -14,7 +14,7 @@ import math
 import platform
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,8 +48,8 @@ class Log:
 
     def write(self, event: str, **values: Any) -> None:
         """Append one event with the seconds since the start."""
-        values = {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in values.items()}
-        line = json.dumps({"event": event, "seconds": round(time.monotonic() - self.start, 1), **values})
+        line = json.dumps({"event": event, "seconds": time.monotonic() - self.start, **values})
+        line = json.dumps(json.loads(line, parse_float=lambda number: float(f"{float(number):.5g}")))
         with self.path.open("a") as file:
             file.write(line + "\n")
         print(line, flush=True)
@@ -163,9 +163,15 @@ def measure_acceptance(
         prompt_tokens=size,
         prompts=prompts,
         new_tokens=new_tokens,
-        by_position=[round(rate, 4) for rate in acceptance.acceptance_by_position(matches)],
+        by_position=acceptance.acceptance_by_position(matches),
         acceptance_length=acceptance.acceptance_length(matches),
     )
+
+
+def move(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Move the modules' parameters and buffers to the device, in place."""
+    for module in modules:
+        nn.Module.to(module, device)
 
 
 def device_name(device: torch.device) -> str:
@@ -185,7 +191,7 @@ def prepare(data: Annotated[Path, typer.Argument(help="Folder to write the token
 
 @app.command()
 def fit(
-    data: Annotated[Path, typer.Argument(help="Folder that `prepare` wrote.")],
+    data: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder that `prepare` wrote.")],
     out: Annotated[Path, typer.Argument(help="Folder to write the checkpoint and training.log to.")],
     target_minutes: Annotated[float, typer.Option(help="Time for the target.")] = 4.0,
     head_minutes: Annotated[float, typer.Option(help="Time for the MTP head.")] = 2.0,
@@ -197,7 +203,7 @@ def fit(
     draft_steps: Annotated[int, typer.Option(help="Draft steps that the head is unrolled for.")] = 4,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
-    init: Annotated[Path | None, typer.Option(help="Checkpoint to go on from.")] = None,
+    init: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="Checkpoint to go on from.")] = None,
 ) -> None:
     """Train the target for some minutes, then its head; measure the saved checkpoint on the held-out text."""
     options = {key: value for key, value in locals().items() if not isinstance(value, Path)}
@@ -214,7 +220,7 @@ def fit(
         model, head = Qwen3_5ForCausalLM(reference_config()), MTPHead(reference_config())
     else:
         model, head = load_checkpoint(init, torch.float32)
-    model, head = model.to(device), head.to(device)
+    move((model, head), device)
     log = Log(out / "training.log")
     log.write(
         "start",
@@ -237,7 +243,7 @@ def fit(
 
     optimizer, crops, seen = Optimizer(model, rate), Crops(train, length, batch, seed), 0
     model.train()
-    for step, progress, evaluate in schedule(target_minutes, max_steps):
+    for step, progress, due in schedule(target_minutes, max_steps):
         ids = crops.draw(progress, extra=1)
         seen += ids.numel()
         with torch.autocast(device.type, torch.bfloat16), trainable_delta_rule():
@@ -245,7 +251,7 @@ def fit(
         optimizer.step(loss, step, progress)
         if step % every == 0:
             log.write("target", step=step, progress=progress, tokens=seen, loss=loss.item())
-        if evaluate:
+        if due:
             with torch.autocast(device.type, torch.bfloat16):
                 log.write("target held-out", step=step, loss=acceptance.next_token_loss(model, sample, length))
             save_checkpoint(out, model, head)
@@ -255,25 +261,23 @@ def fit(
         head.layers[0].load_state_dict(model.model.layers[-1].state_dict())
     optimizer, crops, seen = Optimizer(head, rate), Crops(train, length, max(1, batch // 2), seed + 1), 0
     texts = heldout[: 8 * (length + draft_steps)].view(8, -1)
-    weights = 0.8 ** torch.arange(draft_steps, device=device)  # a later draft counts only if the earlier are accepted
-    for step, progress, evaluate in schedule(head_minutes, max_steps):
+    for step, progress, due in schedule(head_minutes, max_steps):
         ids = crops.draw(progress, extra=draft_steps)
         seen += ids.numel()
         with torch.autocast(device.type, torch.bfloat16), trainable_delta_rule():
             losses = draft_loss(model, head, ids, draft_steps, last=length)
-        optimizer.step(losses @ weights, step, progress)
+        optimizer.step(losses.mean(), step, progress)
         if step % every == 0:
-            losses = [round(loss, 4) for loss in losses.tolist()]
-            log.write("head", step=step, progress=progress, tokens=seen, losses=losses)
-        if evaluate:
+            log.write("head", step=step, progress=progress, tokens=seen, losses=losses.tolist())
+        if due:
             with torch.autocast(device.type, torch.bfloat16), torch.no_grad():
                 losses = draft_loss(model, head, texts, draft_steps, last=length)
-            log.write("head held-out", step=step, losses=[round(loss, 4) for loss in losses.tolist()])
+            log.write("head held-out", step=step, losses=losses.tolist())
             save_checkpoint(out, model, head)
 
     save_checkpoint(out, model, head)
     model, head = load_checkpoint(out)
-    model, head = model.to(device), head.to(device)
+    move((model, head), device)
     measure_loss(model, heldout, length, log)
     measure_acceptance(model, head, heldout, length, prompts=32, new_tokens=min(128, length), log=log)
     measure_acceptance(model, head, heldout, LONG * length, prompts=8, new_tokens=min(128, length), log=log)
@@ -281,8 +285,10 @@ def fit(
 
 @app.command()
 def evaluate(
-    data: Annotated[Path, typer.Argument(help="Folder that `prepare` wrote.")],
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of the checkpoint, whose training.log is added to.")],
+    data: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder that `prepare` wrote.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="Checkpoint, whose training.log is added to.")
+    ],
     size: Annotated[int, typer.Option(help="Tokens a prompt.")] = 2048,
     prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 32,
     new_tokens: Annotated[int, typer.Option(help="Tokens to continue each prompt by.")] = 128,
@@ -292,7 +298,8 @@ def evaluate(
     heldout = torch.from_numpy(np.load(data / "tokens.npz")["heldout"].astype(np.int64)).to(device)
     model, head = load_checkpoint(checkpoint)
     log = Log(checkpoint / "training.log")
-    measure_acceptance(model.to(device), head.to(device), heldout, size, prompts, new_tokens, log)
+    move((model, head), device)
+    measure_acceptance(model, head, heldout, size, prompts, new_tokens, log)
 
 
 if __name__ == "__main__":
