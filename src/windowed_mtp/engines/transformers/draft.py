@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ Choose = Callable[[Tensor, Tensor], Tensor]
 """Picks a token from logits ``[1, V]``, given the ids so far ``[1, n]``; returns ``[1, 1]`` int64."""
 
 PASS_LENGTH = 512
-"""Longest pass: longer ones are split, so that no mask grows with the square of the prompt."""
+"""Longest pass that needs a mask: longer ones are split, so that no mask grows with the square of the prompt."""
 
 
 class _Rows:
@@ -175,8 +175,7 @@ class DraftState:
         for first, last in self._needed(layer, start, end, known=final + layer):
             if first > kv.length:
                 kv.skip_to(first)
-            for a in range(first, last, PASS_LENGTH):
-                b = min(a + PASS_LENGTH, last)
+            for a, b in self._passes(first, last):
                 out, recycled = self._run(layer, a, ids[:, a + 1 + layer : b + 1 + layer], rows.take(a, b))
                 if layer + 1 < self.num_layers and a < final:
                     self._pending[layer + 1].add(a, recycled[:, : final - a])
@@ -205,3 +204,12 @@ class DraftState:
             return [(start, end)]
         ranges = [(start, min(end, self.window.sink)), (tail, end)]
         return [(a, b) for a, b in ranges if a < b]
+
+    def _passes(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Split a range into passes: from an empty cache one causal pass up to where the window engages, no mask."""
+        if start == 0:
+            inert = end if self.window is None else max(self.window.span, self.window.min_context - 1)
+            start = min(end, inert)
+            yield 0, start
+        for first in range(start, end, PASS_LENGTH):
+            yield first, min(first + PASS_LENGTH, end)

@@ -126,7 +126,9 @@ class MTPHead(DraftHead):
             cache_argument(block): kv,
         }
         if self.rotary is not None:
-            kwargs["position_embeddings"] = self.rotary(hidden, position_ids=positions)
+            # Multimodal rotary embeddings take a position for each of time, height and width; text has the same three.
+            by_axis = positions.expand(3, 1, -1) if hasattr(self.rotary, "mrope_section") else positions
+            kwargs["position_embeddings"] = self.rotary(hidden, position_ids=by_axis)
         out = block(hidden, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
