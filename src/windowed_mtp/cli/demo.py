@@ -97,6 +97,7 @@ def demo(
             f"output identical: no; {difference.arm} differs from the new token {difference.position} on, where the "
             f"target's two largest logits are {difference.margin:.2g} apart",
             style="bold red",
+            soft_wrap=True,
         )
     if not result.differences and len(result.rows) == len(arms):
         output.print("output identical: yes", style="bold green")

@@ -44,7 +44,7 @@ def load(name: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, Pr
         name = str(Path(name).expanduser())
     with busy(f"Loading {name}"):
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.set_verbosity_error()
@@ -52,10 +52,10 @@ def load(name: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, Pr
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
         target_device = _device(device)
-        tokenizer = _guarded(name, "the tokenizer of ", lambda: AutoTokenizer.from_pretrained(name))
+        tokenizer = _tokenizer(name)
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
         load_model: Any = AutoModelForCausalLM.from_pretrained
-        model, info = _guarded(name, "", lambda: load_model(name, dtype=kind, output_loading_info=True))
+        model, info = _guarded(name, lambda: load_model(name, dtype=kind, output_loading_info=True))
         if info["missing_keys"]:
             raise CheckpointError(
                 f"{name!r} lacks {len(info['missing_keys'])} of the model's weights, such as "
@@ -78,16 +78,28 @@ def _device(device: str | None) -> Any:
     return torch.device(device)
 
 
-def _guarded(name: str, part: str, call: Callable[[], T]) -> T:
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoConfig, AutoTokenizer
+
+    _guarded(name, lambda: AutoConfig.from_pretrained(name))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, ImportError):
+        tokenizer = None
+    # Without files of its own, a checkpoint may get its family's tokenizer with no more than special tokens.
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise CheckpointError(f"{name!r} has no tokenizer that can be loaded; save the model's tokenizer beside it.")
+    return tokenizer
+
+
+def _guarded(name: str, call: Callable[[], T]) -> T:
     from safetensors import SafetensorError
 
     try:
         return call()
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".:")
-        raise CheckpointError(
-            f"cannot load {part}{name!r}: {reason}; pass the folder or hub name of a model."
-        ) from None
+        raise CheckpointError(f"cannot load {name!r}: {reason}; pass the folder or hub name of a model.") from None
 
 
 def read_text(path: Path) -> str:

@@ -142,7 +142,7 @@ class DraftOptions:
 
     def given(self) -> list[str]:
         """Names of the options that were given."""
-        return [_flag(name) for name in vars(self) if getattr(self, name) not in (None, False)]
+        return [_flag(name) for name in vars(self) if (value := getattr(self, name)) is not None and value is not False]
 
     def check(self) -> None:
         """Check what the engine would refuse, before a model is loaded.

@@ -145,7 +145,7 @@ def _greedy_table(rows: Iterable[GreedyVerdict]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("greedy")
     for row in rows:
-        verdict = "[bold red]DIFFERENT[/]" if row.verdict == "different" else row.verdict
+        verdict: str = "[bold red]DIFFERENT[/]" if row.verdict == "different" else row.verdict
         if row.position is not None:
             verdict += f" at new token {row.position}, margin {row.margin:.2g}"
         if row.gap is not None:

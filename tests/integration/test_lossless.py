@@ -1,0 +1,129 @@
+"""The lossless probe passes what is lossless and finds what is not."""
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from checks import prompt
+from scipy.stats import chisquare
+from torch import Tensor
+
+from windowed_mtp import SinkWindow
+from windowed_mtp.engines.transformers import WindowedMTP, drafter
+from windowed_mtp.errors import GenerationError
+from windowed_mtp.probes.lossless import SampledCheck, greedy_verdict, uniform_test
+from windowed_mtp.probes.target_runs import chunked_logits, first_difference
+
+WINDOW = SinkWindow(2, 8)
+
+
+@pytest.fixture
+def windowed() -> WindowedMTP:
+    return tiny.drafter("qwen3_5", window=WINDOW)
+
+
+def accept_everything(self: Any, drafted: Tensor, distributions: Any, logits: Tensor) -> Any:
+    """An acceptance rule that never looks at the target."""
+    scores = self._scores(torch.cat([self.ids, drafted], dim=1), logits[-1:])
+    return [*drafted.unbind(1), self._pick(scores)], [scores] * (drafted.shape[1] + 1)
+
+
+def propose_the_argmax(self: Any, context: Any, depth: int) -> Any:
+    """A draft that takes its likeliest token, but claims to have drawn it."""
+    distributions = []
+
+    def choose(logits: Tensor, ids: Tensor) -> Tensor:
+        distributions.append(self._scores(ids, logits).softmax(-1))
+        return distributions[-1].argmax(-1, keepdim=True)
+
+    return self.draft.propose(self.ids, depth, choose), distributions
+
+
+def sampled(windowed: WindowedMTP, tokens: int = 400) -> Any:
+    torch.manual_seed(0)
+    check = SampledCheck(windowed, [prompt(20), prompt(21)], tokens=tokens, new_tokens=50)
+    assert list(check.run())[-1] >= tokens
+    return check.verdict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_honest_greedy_output_passes(dtype: torch.dtype):
+    windowed = WindowedMTP.from_model(tiny.model("qwen3_5", dtype), window=WINDOW)
+    verdict = greedy_verdict(windowed, prompt(30), new_tokens=20)
+    assert verdict.verdict in ("equal", "near tie") and verdict.engaged
+    assert verdict.new_tokens == 20 and verdict.acceptance_length >= 1
+    assert dtype == torch.bfloat16 or verdict.verdict == "equal"
+
+
+def test_unverified_greedy_output_is_different(windowed: WindowedMTP, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(drafter._Decoding, "_accept", accept_everything)
+    verdict = greedy_verdict(windowed, prompt(30), new_tokens=20)
+    assert verdict.verdict == "different"
+    assert verdict.gap > verdict.threshold and verdict.margin > 0
+
+
+def test_an_output_that_ends_early_is_different(windowed: WindowedMTP, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(drafter._Decoding, "_step", lambda self: True)
+    verdict = greedy_verdict(windowed, prompt(30), new_tokens=20)
+    assert verdict.verdict == "different" and verdict.position == 1 and verdict.new_tokens == 1
+
+
+def test_a_tie_in_the_target_is_a_near_tie(monkeypatch: pytest.MonkeyPatch):
+    """Tokens in pairs that the target cannot tell apart; the drafter takes the pair's other one."""
+    model = tiny.AutoModelForCausalLM.from_pretrained(tiny.checkpoint("qwen3_5"), dtype=torch.float32).eval()
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        module.weight.data[1:96:2] = module.weight.data[0:96:2]
+    pick = drafter._Decoding._pick
+    monkeypatch.setattr(drafter._Decoding, "_pick", lambda self, scores: (pick(self, scores) + 1).clamp_max(95))
+    verdict = greedy_verdict(WindowedMTP.from_model(model, window=WINDOW), prompt(30), new_tokens=20)
+    assert verdict.verdict == "near tie" and verdict.position == 0
+    assert verdict.gap <= verdict.threshold < 1e-3 and verdict.margin < 1e-4
+
+
+def test_honest_sampled_output_is_consistent(windowed: WindowedMTP):
+    head, observer = windowed.head, windowed.on_step
+    verdict = sampled(windowed)
+    assert verdict.verdict == "consistent" and verdict.p_value > 1e-4
+    assert verdict.control_p_value < 1e-6, "the same test must notice the draft's own tokens"
+    assert (windowed.head, windowed.on_step) == (head, observer)
+
+
+@pytest.mark.parametrize(
+    ("method", "sabotage"),
+    [("_accept", accept_everything), ("_propose", propose_the_argmax)],
+    ids=["accept", "propose"],
+)
+def test_biased_sampled_output_is_different(
+    windowed: WindowedMTP, monkeypatch: pytest.MonkeyPatch, method: str, sabotage: Any
+):
+    monkeypatch.setattr(drafter._Decoding, method, sabotage)
+    assert sampled(windowed).verdict == "different"
+
+
+def test_a_prompt_over_the_limit_and_too_few_draws_are_refused(windowed: WindowedMTP):
+    with pytest.raises(GenerationError, match="1024"):
+        greedy_verdict(windowed, prompt(1020), new_tokens=20)
+    with pytest.raises(GenerationError, match="at least 80"):
+        SampledCheck(windowed, [prompt(20)], tokens=79)
+
+
+def test_the_uniform_test_is_pearsons():
+    values = torch.rand(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 1.1
+    expected = chisquare(torch.histc(values, 16, 0, 1).numpy())
+    assert uniform_test(values) == pytest.approx((expected.statistic, expected.pvalue), rel=1e-9)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 50])
+def test_chunks_do_not_change_the_target(chunk: int):
+    model, ids = tiny.model("qwen3_5"), prompt(30)
+    with torch.no_grad():
+        whole = model(ids).logits[0]
+    assert torch.allclose(chunked_logits(model, ids, 12, chunk), whole[11:-1], atol=1e-4)
+
+
+def test_first_difference():
+    one = torch.tensor([1, 2, 3])
+    assert first_difference(one, one) is None
+    assert first_difference(one, torch.tensor([1, 5, 3])) == 1
+    assert first_difference(one, one[:2]) == first_difference(one[:2], one) == 2
