@@ -13,6 +13,14 @@ def test_pairwise(case: Case):
     check_greedy(case)
 
 
+@pytest.mark.parametrize("family", tiny.BUILDERS)
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_prompts_shorter_than_the_draft_is_deep(family: str, length: int):
+    for arrangement in checks.ARRANGEMENTS:
+        for depth in (1, 5):
+            check_greedy(Case(family, prompt=length, depth=depth, arrangement=arrangement, new_tokens=12))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("family", tiny.BUILDERS)
 def test_full_product(family: str):

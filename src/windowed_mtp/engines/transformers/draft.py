@@ -195,15 +195,14 @@ class DraftState:
         The last layer must fill its sink + window + γ slots. A query reads window - 1 entries before its own, so the
         layer before must be exact from that much earlier on, and so on down to the first.
         """
-        if self.window is None or not self.pruned:
-            return [(start, end)]
-        above = self.num_layers - 1 - layer
-        tail = known - (self.num_layers - 1) - self.window.window - self.num_speculative_tokens
-        tail -= above * (self.window.window - 1)
-        if tail <= max(start, self.window.sink):
-            return [(start, end)]
-        ranges = [(start, min(end, self.window.sink)), (tail, end)]
-        return [(a, b) for a, b in ranges if a < b]
+        ranges = [(start, end)]
+        if self.window is not None and self.pruned:
+            above = self.num_layers - 1 - layer
+            tail = known - (self.num_layers - 1) - self.window.window - self.num_speculative_tokens
+            tail -= above * (self.window.window - 1)
+            if tail > max(start, self.window.sink):
+                ranges = [(start, min(end, self.window.sink)), (tail, end)]
+        return [(a, b) for a, b in ranges if a < b]  # a short prompt leaves a layer without entries
 
     def _passes(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Split a range into passes: from an empty cache one causal pass up to where the window engages, no mask."""
