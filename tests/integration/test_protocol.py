@@ -4,11 +4,12 @@ import pytest
 import tiny
 import torch
 from checks import Case, changing_depth, check_greedy, drafter, generate, plain, prompt
-from transformers import MinLengthLogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor, MinLengthLogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from windowed_mtp import SinkWindow
 from windowed_mtp.engines.protocol import StepContext, StepEvent
+from windowed_mtp.engines.transformers import WindowedMTP
 
 FAMILIES = ["qwen3_5", "deepseek_v3"]
 
@@ -71,6 +72,36 @@ def test_logits_processors(family: str, options: dict):
     for kind in ("own", "right"):
         made = drafter(Case(family, depth=4, changing=True), override=_right(expected) if kind == "right" else None)
         assert generate(family, ids, max_new_tokens=24, custom_generate=made, **options).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_a_processor_may_run_the_target_itself(family: str):
+    class AskAgain(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            with torch.no_grad():
+                return scores + tiny.model(family)(input_ids.flip(1)).logits[:, -1]
+
+    ids, options = prompt(20), {"max_new_tokens": 12, "logits_processor": [AskAgain()]}
+    expected = generate(family, ids, **options)
+    for kind in ("own", "right"):
+        override = mixed(expected) if kind == "right" else None
+        made = drafter(Case(family, depth=3), override=override)
+        assert generate(family, ids, custom_generate=made, **options).tolist() == expected.tolist()
+
+
+def mixed(truth: torch.Tensor):
+    """Right proposals but for the second."""
+    right = _right(truth)
+    return lambda context, own: [(t + (i == 1)) % tiny.VOCAB for i, t in enumerate(right(context, own))]
+
+
+def test_a_compiled_model_is_the_model():
+    model = tiny.model("deepseek_v3")
+    compiled = torch.compile(model, backend="eager")
+    made = WindowedMTP.from_model(compiled, window=SinkWindow(4, 16))
+    ids = prompt(40)
+    output = compiled.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, custom_generate=made)
+    assert output.tolist() == plain("deepseek_v3", 40, 24)[:, :48].tolist()
 
 
 def test_stopping_criteria_see_every_prefix():
@@ -210,8 +241,6 @@ def test_a_drafter_serves_one_generation_after_another():
 
 def test_bf16_runs():
     model = tiny.model("qwen3_5", torch.bfloat16)
-    from windowed_mtp.engines.transformers import WindowedMTP
-
     made = WindowedMTP.from_model(model, window=SinkWindow(4, 16), keep="ring", prefill="pruned")
     output = model.generate(prompt(40), max_new_tokens=8, eos_token_id=None, do_sample=True, custom_generate=made)
     assert output.shape == (1, 48)

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 from checks import Case, drafter, generate, prompt
-from transformers import DynamicCache
+from transformers import DynamicCache, SynthIDTextWatermarkingConfig
 
 from windowed_mtp import SinkWindow
 from windowed_mtp.engines.transformers import WindowedMTP
@@ -20,6 +20,7 @@ def refused(error: type[WindowedMTPError], match: str):
     [
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
         ({"num_speculative_tokens": 2.5}, "num_speculative_tokens is 2.5"),
+        ({"window": (4, 16)}, r"window is \(4, 16\), but it must be a SinkWindow"),
         ({"keep": "some"}, "keep is 'some'"),
         ({"prefill": "half"}, "prefill is 'half'"),
         ({"prefill": "pruned"}, "use keep='ring'"),
@@ -60,6 +61,41 @@ def test_padding():
     mask = torch.ones(1, 20, dtype=torch.int64)
     mask[0, :3] = 0
     request("the prompt is padded", attention_mask=mask)
+
+
+def test_embeddings_instead_of_ids():
+    embeddings = tiny.model("qwen3_5").get_input_embeddings()(prompt(20)).detach()
+    request("inputs_embeds was passed", prompt(20), inputs_embeds=embeddings)
+    with refused(GenerationError, "inputs_embeds was passed"):
+        made = drafter(Case("qwen3_5"))
+        tiny.model("qwen3_5").generate(inputs_embeds=embeddings, max_new_tokens=4, custom_generate=made)
+
+
+def test_positions_of_the_caller():
+    request("position_ids do not count", position_ids=torch.arange(20)[None] * 2)
+    request("position_ids do not count", position_ids=torch.arange(21)[None])
+    positions = torch.arange(20)[None]
+    generate("qwen3_5", prompt(20), max_new_tokens=4, custom_generate=drafter(Case("qwen3_5")), position_ids=positions)
+
+
+def test_processors_that_keep_a_state():
+    request("guidance_scale keeps a state", guidance_scale=1.5)
+    watermark = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
+    request("SynthID watermarking keeps a state", do_sample=True, watermarking_config=watermark)
+
+
+@pytest.mark.parametrize("depth", [None, 1.5, -1, 4])
+def test_depths_that_cannot_be(depth: object):
+    with refused(GenerationError, f"returned {depth}, but it must stay between 0 and"):
+        made = drafter(Case("qwen3_5"), depth=lambda context: depth)
+        generate("qwen3_5", prompt(20), max_new_tokens=4, custom_generate=made)
+
+
+@pytest.mark.parametrize("token", [-1, tiny.VOCAB])
+def test_proposals_outside_the_vocabulary(token: int):
+    with refused(GenerationError, "the override proposed .* tokens are 0 to 96"):
+        made = drafter(Case("qwen3_5"), override=lambda context, own: [token])
+        generate("qwen3_5", prompt(20), max_new_tokens=4, custom_generate=made)
 
 
 def test_a_caller_s_own_cache():

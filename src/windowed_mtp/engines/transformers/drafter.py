@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -49,9 +50,9 @@ class WindowedMTP:
         Observes every step.
     override : callable, optional
         Replaces proposals before verification.
-    shadows : mapping of str to DraftState factory arguments, optional
-        Windows (or ``None``) by name: each is drafted beside the real one at every step, greedily and without any
-        influence on it, and reported in the step event.
+    shadows : mapping of str to SinkWindow or None, optional
+        Windows (``None`` for everything) by name: each is drafted beside the real one at every step, greedily and
+        without any influence on it, and reported in the step event.
     measure : bool
         Synchronise the GPU around the halves of a step, so that their times are exact.
 
@@ -132,6 +133,9 @@ class WindowedMTP:
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Decode; called by ``model.generate(..., custom_generate=self)`` with everything it prepared.
 
+        Logits processors are asked about drafted prefixes too, some of which are then rejected: they must depend on
+        nothing but the ids and scores that they are given. Stopping criteria see only what is emitted.
+
         Returns
         -------
         Tensor or GenerateDecoderOnlyOutput
@@ -143,7 +147,7 @@ class WindowedMTP:
             If the request is one that this engine does not serve.
         """
         streamer = streamer_of(inspect.currentframe())
-        cache = check_request(self.model, model, input_ids, generation_config, model_kwargs)
+        cache = check_request(self.model, model, input_ids, logits_processor, generation_config, model_kwargs)
         target = Target(model, cache, self.head.feature_layers())
         with torch.no_grad(), target.hooked():
             decoding = _Decoding(
@@ -251,12 +255,12 @@ class _Decoding:
 
     def _depth(self, context: StepContext) -> int:
         depth = self.drafter.num_speculative_tokens if self.drafter.depth is None else self.drafter.depth(context)
-        if not 0 <= depth <= self.drafter.num_speculative_tokens:
+        if not isinstance(depth, SupportsIndex) or not 0 <= depth <= self.drafter.num_speculative_tokens:
             raise GenerationError(
-                f"the depth callable returned {depth}, but it must stay between 0 and num_speculative_tokens "
+                f"the depth callable returned {depth!r}, but it must stay between 0 and num_speculative_tokens "
                 f"({self.drafter.num_speculative_tokens})."
             )
-        return min(depth, max(0, context.remaining - 1))
+        return min(operator.index(depth), max(0, context.remaining - 1))
 
     def _propose(self, context: StepContext, depth: int) -> tuple[Tensor, list[Tensor]]:
         """Drafted tokens ``[1, k]``, and when sampling the distribution ``[1, V]`` each was drawn from."""
@@ -274,8 +278,14 @@ class _Decoding:
         if self.drafter.override is not None:
             replaced = self.drafter.override(context, tuple(drafted[0].tolist()))
             if replaced is not None:
-                drafted = torch.tensor([list(replaced)[:depth]], dtype=torch.int64, device=self.ids.device)
                 vocab_size = self.target.model.config.get_text_config().vocab_size
+                replaced = list(replaced)[:depth]
+                if not all(0 <= token < vocab_size for token in replaced):
+                    raise GenerationError(
+                        f"the override proposed {replaced}, but the model's {vocab_size} tokens are 0 to "
+                        f"{vocab_size - 1}."
+                    )
+                drafted = torch.tensor([replaced], dtype=torch.int64, device=self.ids.device)
                 distributions = [point_mass(token, vocab_size) for token in drafted.unbind(1)] if self.sample else []
         return drafted, distributions
 

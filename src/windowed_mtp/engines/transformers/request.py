@@ -6,13 +6,21 @@ import warnings
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
+from transformers.generation import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.errors import GenerationError, WindowError
 from windowed_mtp.window import SinkWindow
+
+STATEFUL = {
+    UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
+    SynthIDTextWatermarkLogitsProcessor: "SynthID watermarking",
+}
+"""Processors that remember the tokens of earlier calls, with what a user asked for to get them."""
 
 
 def check_options(window: SinkWindow | None, num_speculative_tokens: int, keep: str, prefill: str) -> None:
@@ -32,6 +40,11 @@ def check_options(window: SinkWindow | None, num_speculative_tokens: int, keep: 
         raise WindowError(
             f"num_speculative_tokens is {num_speculative_tokens!r}, but it must be a whole number of at least 1; "
             "to decode without speculation, call generate without the drafter."
+        )
+    if not isinstance(window, SinkWindow | None):
+        raise WindowError(
+            f"window is {window!r}, but it must be a SinkWindow, or None to read everything; "
+            "pass window=SinkWindow(sink=..., window=...)."
         )
     if keep not in ("all", "ring"):
         raise WindowError(f"keep is {keep!r}, but it must be 'all' or 'ring'.")
@@ -56,7 +69,12 @@ def check_options(window: SinkWindow | None, num_speculative_tokens: int, keep: 
 
 
 def check_request(
-    own_model: PreTrainedModel, model: PreTrainedModel, ids: Tensor, config: Any, model_kwargs: dict[str, Any]
+    own_model: PreTrainedModel,
+    model: PreTrainedModel,
+    ids: Tensor,
+    processors: Any,
+    config: Any,
+    model_kwargs: dict[str, Any],
 ) -> DynamicCache:
     """Check one call of ``generate`` and return the cache that it made.
 
@@ -65,7 +83,7 @@ def check_request(
     GenerationError
         If the request is one that the engine does not serve.
     """
-    if model is not own_model:
+    if not any(model is module for module in own_model.modules()):  # itself, or what torch.compile or PEFT wrapped
         raise GenerationError("this drafter was made for another model; call WindowedMTP.from_model with this one.")
     if config.num_beams > 1:
         raise GenerationError(
@@ -76,6 +94,9 @@ def check_request(
             f"the embedded engine decodes one sequence at a time, but the batch has {ids.shape[0]}; "
             "call generate once for each prompt."
         )
+    for name in ("inputs_embeds", "pixel_values", "pixel_values_videos", "input_features"):
+        if model_kwargs.get(name) is not None:
+            raise GenerationError(f"{name} was passed, but the draft needs token ids only; pass input_ids (text).")
     if ids.shape[1] == 0:
         raise GenerationError("the prompt is empty; pass at least one token.")
     mask = model_kwargs.get("attention_mask")
@@ -83,9 +104,15 @@ def check_request(
         raise GenerationError(
             "the prompt is padded, which the embedded engine does not serve; pass it without padding."
         )
-    for name in ("inputs_embeds", "pixel_values", "pixel_values_videos", "input_features"):
-        if model_kwargs.get(name) is not None:
-            raise GenerationError(f"{name} was passed, but the draft needs token ids only; pass input_ids (text).")
+    positions = model_kwargs.get("position_ids")  # generate makes them, ``[..., 1, n]``
+    if positions is not None and not _counts(positions, ids.shape[1]):
+        raise GenerationError("position_ids do not count the prompt from 0 on, as the draft does; leave them out.")
+    for processor in processors:
+        if type(processor) in STATEFUL:
+            raise GenerationError(
+                f"{STATEFUL[type(processor)]} keeps a state from token to token, which drafted tokens would disturb; "
+                "leave it out or generate without the drafter."
+            )
     if config.output_attentions or config.output_hidden_states:
         raise GenerationError(
             "output_attentions and output_hidden_states are not collected while drafting; leave them out."
@@ -107,6 +134,11 @@ def check_request(
             "leave use_cache on and cache_implementation unset."
         )
     return cache
+
+
+def _counts(positions: Tensor, length: int) -> bool:
+    """Whether positions are 0 to ``length - 1`` on every axis."""
+    return positions.shape[-1] == length and bool((positions == torch.arange(length, device=positions.device)).all())
 
 
 def streamer_of(frame: FrameType | None) -> Any:

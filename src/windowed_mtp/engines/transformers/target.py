@@ -40,6 +40,7 @@ class Target:
         self._mixers: list[Any] = []
         self._calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
         self._saved: list[tuple[Any, dict[str, dict[int, Tensor]]]] | None = None
+        self._recording = False
 
     @contextmanager
     def hooked(self) -> Iterator[Target]:
@@ -67,7 +68,7 @@ class Target:
         return hook
 
     def _keep_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._saved is not None:
+        if self._recording:
             self._calls.append((module, args, kwargs))
 
     def prefill(self, ids: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
@@ -121,7 +122,10 @@ class Target:
                 (layer, {name: {i: s.clone() for i, s in getattr(layer, name).items()} for name in _MIXER_STATE})
                 for layer in layers
             ]
-        return self._forward(tokens, logits_to_keep=0)
+        self._recording = self._saved is not None
+        result = self._forward(tokens, logits_to_keep=0)
+        self._recording = False  # what else runs the model before ``keep`` (a logits processor, say) is not recorded
+        return result
 
     def keep(self, kept: int, ran: int) -> None:
         """Roll the cache back to the first ``kept`` of the ``ran`` tokens of the last ``verify``.
