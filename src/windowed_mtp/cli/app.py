@@ -100,7 +100,7 @@ def _fail(message: str) -> int:
 
 
 def _say(label: str, style: str, message: str) -> None:
-    errors.print(Text.assemble((f"{label}:", style), " ", message), soft_wrap=True)
+    errors.say(Text.assemble((f"{label}:", style), " ", message))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ CHARACTERS_PER_TOKEN = 6  # more than a long text has
 def demo(
     prompt_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens in the prompt.")] = 16384,
     new_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens to generate.")] = 128,
-    depth: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens drafted a step.")] = 4,
+    depth: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens drafted a step.")] = 3,
     sink: Annotated[int, typer.Option(metavar="N", help="Keys read at the start of the text.")] = 64,
     window: Annotated[int, typer.Option(metavar="N", help="Most recent keys read.")] = 448,
     repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each arm; times are medians.")] = 3,
@@ -62,11 +62,10 @@ def demo(
     arms = {"no speculation": None, "native MTP": native, "windowed MTP": windowed}
     provenance = Provenance.collect("cpu", seed)
     comparison = Comparison(model, ids, arms, new_tokens)
-    output.print(
-        f"{prompt_tokens:,} prompt tokens of source code, {new_tokens:,} new ones, drafts of {depth}; window: the "
+    output.say(
+        f"{ids.shape[1]:,} prompt tokens of source code, {new_tokens:,} new ones, drafts of {depth}; window: the "
         f"first {sink:,} and last {window:,} keys; {repeats} runs each, in turns, on "
-        f"{provenance.threads} CPU threads.\n",
-        soft_wrap=True,
+        f"{provenance.threads} CPU threads.\n"
     )
     interrupted = False
     try:
@@ -84,24 +83,24 @@ def demo(
     result = DecodeResult(
         provenance=provenance,
         settings={
-            "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "num_speculative_tokens": depth, "sink": sink,
+            "prompt_tokens": ids.shape[1], "new_tokens": new_tokens, "num_speculative_tokens": depth, "sink": sink,
             "window": window, "keep": "ring", "prefill": "pruned", "repeats": repeats, "dtype": "float32",
         },
         rows=comparison.rows,
         differences=comparison.differences(),
     )  # fmt: skip
-    output.print(decode_table(result.rows))
-    output.print()
+    if result.rows:
+        output.print(decode_table(result.rows))
+        output.print()
     for difference in result.differences:
-        output.print(
+        output.say(
             f"output identical: no; {difference.arm} differs from the new token {difference.position} on, where the "
             f"target's two largest logits are {difference.margin:.2g} apart",
             style="bold red",
-            soft_wrap=True,
         )
     if not result.differences and len(result.rows) == len(arms):
         output.print("output identical: yes", style="bold green")
-        output.print(_explain(result.rows, visible), width=min(100, output.width))
+        output.say(_explain(result.rows, visible))
     if json is not None:
         result.save(json)
     return 130 if interrupted else 1 if result.differences else 0
@@ -117,20 +116,29 @@ def _explain(rows: Sequence[DecodeRow], window: SinkWindow) -> str:
         "The target checks every drafted token, so all three wrote the same text.",
         f"In a step the native draft read {number(native.draft_keys_per_step, 0)} keys, the windowed one "
         f"{number(windowed.draft_keys_per_step, 0)}, which is {fewer:.0f} times fewer and does not grow with the text.",
-        f"That took the draft's part of a step from {number(native.draft_ms_per_step)} to "
-        f"{number(windowed.draft_ms_per_step)} ms, and the whole step from {number(native.ms_per_step)} to "
-        f"{number(windowed.ms_per_step)} ms.",
+        f"The draft's part of a step took {number(windowed.draft_ms_per_step)} ms instead of "
+        f"{number(native.draft_ms_per_step)}, and the whole step {number(windowed.ms_per_step)} instead of "
+        f"{number(native.ms_per_step)}.",
         f"The acceptance length went from {number(native.acceptance_length, 2)} to "
-        f"{number(windowed.acceptance_length, 2)}: what seeing less costs the draft.",
+        f"{number(windowed.acceptance_length, 2)}, {_cost(native, windowed)}.",
     ]
     if not window.engages(windowed.prompt_tokens + windowed.new_tokens - 1):
         sentences[1:] = ["The text is too short for this window to leave anything out; try a longer prompt."]
     elif _known(windowed.tokens_per_second) < _known(plain.tokens_per_second):
         sentences.append(
-            "Decoding without speculation is still faster here, as one step of so small a target costs little more "
-            "than a draft pass; large models differ."
+            "Decoding without speculation was still faster: a step of so small a target costs little more than a "
+            "draft pass, unlike a large one's."
         )
     return " ".join(sentences)
+
+
+def _cost(native: DecodeRow, windowed: DecodeRow) -> str:
+    change = _known(windowed.acceptance_length) / _known(native.acceptance_length) - 1
+    if abs(change) < 0.01:
+        return "so seeing less cost the draft nothing"
+    if change > 0:
+        return "so on this text seeing less did not hurt the draft"
+    return f"so seeing less cost the draft {-change:.0%} of it"
 
 
 def _known(value: float | None) -> float:

@@ -99,8 +99,9 @@ def generate(
     name = "no draft" if no_draft else "native" if native else "windowed"
     row = summarise(name, [decoding.stats], drafted=not no_draft)
     errors.print()
-    errors.print(f"{row.prompt_tokens:,} prompt tokens, {row.new_tokens:,} new ones in {row.steps:,} steps", end="; ")
-    errors.print("no draft" if no_draft else draft.describe(row.prompt_tokens + row.new_tokens - 1), soft_wrap=True)
+    counts = f"{row.prompt_tokens:,} prompt tokens, {row.new_tokens:,} new ones in {row.steps:,} steps"
+    in_force = "no draft" if no_draft else draft.describe(row.prompt_tokens + row.new_tokens - 1)
+    errors.say(f"{counts}; {in_force}")
     errors.print(decode_table([row]))
     if json is not None:
         settings: dict[str, Setting] = {} if no_draft else draft.settings()

@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from windowed_mtp.probes.decode import DecodeRow
 
-output = Console(highlight=False)
-errors = Console(stderr=True, highlight=False)
+
+class _Console(Console):
+    """Breaks long lines between words on a terminal, and leaves them whole in a file or pipe."""
+
+    def say(self, text: str | Text, style: str | None = None) -> None:
+        self.print(text, style=style, soft_wrap=not self.is_terminal)
+
+
+output = _Console(highlight=False)
+errors = _Console(stderr=True, highlight=False)
 
 
 @contextmanager
@@ -52,7 +61,7 @@ def decode_table(rows: Iterable[DecodeRow]) -> Table:
     """Make a table with one column an arm."""
     rows = list(rows)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for row in rows:
         table.add_column(row.arm, justify="right")
     lines = {

@@ -118,17 +118,16 @@ def verify_lossless(
         sampled=sampled,
     )  # fmt: skip
     longest = max(prompt.shape[1] for prompt in ids) + max_new_tokens - 1
-    output.print(draft.describe(longest), soft_wrap=True)
+    output.say(draft.describe(longest))
     output.print(_greedy_table(rows))
     if any(row.threshold is not None for row in rows):
-        output.print(
+        output.say(
             "A near tie: every token from the first difference on is within the threshold of the target's best. The "
             "threshold is the largest of 1e-4, two units in the last place of the dtype, and twice what the target in "
-            "chunks differs from the target one token at a time.",
-            soft_wrap=True,
+            "chunks differs from the target one token at a time."
         )
     if sampled is not None:
-        output.print(_describe(sampled), soft_wrap=True)
+        output.say(_describe(sampled))
     if json is not None:
         result.save(json)
     if interrupted:
@@ -158,11 +157,15 @@ def _greedy_table(rows: Iterable[GreedyVerdict]) -> Table:
 def _describe(sampled: SampledVerdict) -> str:
     text = (
         f"sampled: {sampled.tokens:,} tokens at temperature {sampled.temperature:g}, chi-square "
-        f"{sampled.chi_square:.1f}, p-value {sampled.p_value:.2g}: "
+        f"{sampled.chi_square:.1f}, p-value {_p_value(sampled.p_value)}: "
     )
     text += (
         "consistent with the target" if sampled.verdict == "consistent" else "[bold red]DIFFERENT[/] from the target"
     )
     if sampled.control_p_value is not None:
-        text += f" (the draft's own proposals, taken unverified, would have had {sampled.control_p_value:.2g})"
+        text += f" (the draft's own proposals, taken unverified, would have had {_p_value(sampled.control_p_value)})"
     return text
+
+
+def _p_value(value: float) -> str:
+    return f"{value:.2g}" if value >= 1e-99 else "below 1e-99"
