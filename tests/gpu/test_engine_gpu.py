@@ -18,7 +18,7 @@ pytestmark = [
 
 
 @functools.cache
-def on_gpu(family: str, dtype: torch.dtype = torch.float32):
+def on_gpu(family: str, dtype: torch.dtype):
     return copy.deepcopy(tiny.model(family)).to("cuda", dtype)
 
 
@@ -35,7 +35,7 @@ def test_greedy_equals_plain_greedy(family: str, kind: str, arrangement: str):
     truth = generate(family, ids)
     keep, prefill = ARRANGEMENTS[arrangement]
     made = WindowedMTP.from_model(
-        on_gpu(family),
+        on_gpu(family, torch.float32),
         checkpoint=tiny.checkpoint(family),
         window=SinkWindow(4, 16),
         num_speculative_tokens=5,
@@ -64,7 +64,7 @@ def test_sampling_in_bf16_runs_without_a_device_error(family: str):
 def test_draft_attention_cost_does_not_grow_with_the_context():
     def peak(length: int) -> int:
         made = WindowedMTP.from_model(
-            on_gpu("qwen3_5"), checkpoint=tiny.checkpoint("qwen3_5"), window=SinkWindow(4, 16), keep="ring"
+            on_gpu("qwen3_5", torch.float32), checkpoint=tiny.checkpoint("qwen3_5"), window=SinkWindow(4, 16), keep="ring"
         )
         generate("qwen3_5", prompt(length).cuda(), custom_generate=made)
         return made.stats.draft_kv_bytes

@@ -108,6 +108,7 @@ def compact_block_table_(
     )
 
 
+# No argument may be called params: Triton's launcher has a variable of that name up to 3.6.
 @triton.jit(do_not_specialize=["table_stride", "out_stride", "num_columns", "out_columns"])
 def _compact_rows(
     block_table: tl.tensor,
@@ -115,7 +116,7 @@ def _compact_rows(
     query_lens: tl.tensor,
     out_table: tl.tensor,
     out_lens: tl.tensor,
-    params: tl.tensor,
+    policy: tl.tensor,
     table_stride: tl.tensor,
     out_stride: tl.tensor,
     num_columns: tl.tensor,
@@ -128,9 +129,9 @@ def _compact_rows(
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(seq_lens + row).to(tl.int64)
     query_len = tl.load(query_lens + row).to(tl.int64)
-    sink = tl.load(params).to(tl.int64)
-    window = tl.load(params + 1).to(tl.int64)
-    min_context = tl.load(params + 2).to(tl.int64)
+    sink = tl.load(policy).to(tl.int64)
+    window = tl.load(policy + 1).to(tl.int64)
+    min_context = tl.load(policy + 2).to(tl.int64)
 
     sink_blocks = (sink + BLOCK_SIZE - 1) // BLOCK_SIZE
     # Triton divides towards zero: clamp first, which leaves the maximum below as floor division would have it.
