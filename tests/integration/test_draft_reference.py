@@ -4,7 +4,7 @@ import checks
 import pytest
 import tiny
 import torch
-from checks import ARRANGEMENTS, Case, cases, check_reference, pairwise, prompt, record
+from checks import ARRANGEMENTS, Case, cases, check_proposals, check_reference, pairwise, prompt, record
 
 from windowed_mtp import SinkWindow
 from windowed_mtp.engines.transformers.draft import DraftState
@@ -23,6 +23,15 @@ ROWS = pairwise(
 @pytest.mark.parametrize("case", [c for family in tiny.BUILDERS for c in cases(family, ROWS)], ids=str)
 def test_every_query_equals_the_reference(case: Case):
     assert check_reference(case) >= case.new_tokens // 2
+
+
+@pytest.mark.parametrize("family", tiny.BUILDERS)
+@pytest.mark.parametrize("arrangement", ["all", "ring", "pruned"])
+@pytest.mark.parametrize("changing", [False, True])
+def test_proposals_are_those_of_the_head_from_scratch(family: str, arrangement: str, changing: bool):
+    for depth, kind in ((5, "alternating"), (2, "right"), (5, "own")):
+        case = Case(family, 60, depth, changing, drafter=kind, arrangement=arrangement, new_tokens=16)
+        assert check_proposals(case) >= (1 if changing else depth)
 
 
 @pytest.mark.parametrize("family", tiny.BUILDERS)

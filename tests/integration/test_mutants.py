@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import Case, check_greedy, check_reference
+from checks import Case, check_greedy, check_proposals, check_reference
 from property import test_paging_properties as paging_properties
 
 import windowed_mtp.engines.transformers.cache as cache
@@ -168,6 +168,30 @@ def prune_one_more(patch: Patch) -> None:
     patch.setattr(DraftState, "_needed", late)
 
 
+def features_one_token_late(patch: Patch) -> None:
+    observe = DraftState.observe
+    patch.setattr(DraftState, "observe", lambda self, features: observe(self, features.roll(1, dims=1)))
+
+
+def another_hidden_state_recycled(patch: Patch) -> None:
+    run = DraftState._run
+
+    def flipped(self: DraftState, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, recycled = run(self, *args)
+        return out, recycled.flip(-1)
+
+    patch.setattr(DraftState, "_run", flipped)
+
+
+def tokens_not_shifted(patch: Patch) -> None:
+    run = DraftState._run
+
+    def late(self: DraftState, layer: int, start: int, tokens: torch.Tensor, hidden: torch.Tensor) -> Any:
+        return run(self, layer, start, tokens.roll(1, dims=1), hidden)
+
+    patch.setattr(DraftState, "_run", late)
+
+
 def buffer_not_grown(patch: Patch) -> None:
     patch.setattr(
         KeepAll,
@@ -193,6 +217,13 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[], Any]]] = {
     "no crop of the draft's ring": (no_draft_crop, reference(RING)),
     "a pruned prefill one entry short": (prune_one_more, reference(PRUNED)),
     "a pruned prefill one entry short, chained": (prune_one_more, reference(replace(PRUNED, family="qwen3_5-chained"))),
+    "the target's features one token late": (features_one_token_late, reference(ALL)),
+    "each entry the token before": (tokens_not_shifted, reference(ALL)),
+    "another hidden state recycled, chained": (
+        another_hidden_state_recycled,
+        reference(replace(ALL, family="qwen3_5-chained")),
+    ),
+    "another hidden state recycled": (another_hidden_state_recycled, partial(check_proposals, ALL)),
     "no crop of the target": (no_target_crop, greedy(ALL)),
     "no state restore": (no_state_restore, greedy(ALL)),
     "no state restore, Mamba2": (no_state_restore, greedy(Case("nemotron_h", drafter="alternating"))),
