@@ -64,7 +64,10 @@ def test_sampling_in_bf16_runs_without_a_device_error(family: str):
 def test_draft_attention_cost_does_not_grow_with_the_context():
     def peak(length: int) -> int:
         made = WindowedMTP.from_model(
-            on_gpu("qwen3_5", torch.float32), checkpoint=tiny.checkpoint("qwen3_5"), window=SinkWindow(4, 16), keep="ring"
+            on_gpu("qwen3_5", torch.float32),
+            checkpoint=tiny.checkpoint("qwen3_5"),
+            window=SinkWindow(4, 16),
+            keep="ring",
         )
         generate("qwen3_5", prompt(length).cuda(), custom_generate=made)
         return made.stats.draft_kv_bytes
