@@ -21,8 +21,9 @@ ROWS = pairwise(
 
 
 @pytest.mark.parametrize("case", [c for family in tiny.BUILDERS for c in cases(family, ROWS)], ids=str)
-def test_every_query_equals_the_reference(case: Case):
-    assert check_reference(case) >= case.new_tokens // 2
+@pytest.mark.parametrize("sighted", [True, False], ids=["sighted", "blind"])
+def test_every_query_equals_the_reference(case: Case, sighted: bool):
+    assert check_reference(case, sighted) >= case.new_tokens // 2
 
 
 @pytest.mark.parametrize("family", tiny.BUILDERS)

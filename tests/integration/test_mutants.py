@@ -215,8 +215,11 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[], Any]]] = {
     "one ring slot short at q = γ + 1": (ring_one_slot_short, FULL_PASS),
     "no crop of the draft": (no_draft_crop, reference(ALL)),
     "no crop of the draft's ring": (no_draft_crop, reference(RING)),
-    "a pruned prefill one entry short": (prune_one_more, reference(PRUNED)),
-    "a pruned prefill one entry short, chained": (prune_one_more, reference(replace(PRUNED, family="qwen3_5-chained"))),
+    "a pruned prefill one entry short": (prune_one_more, partial(check_reference, PRUNED, sighted=False)),
+    "a pruned prefill one entry short, chained": (
+        prune_one_more,
+        partial(check_reference, replace(PRUNED, family="qwen3_5-chained"), sighted=False),
+    ),
     "the target's features one token late": (features_one_token_late, reference(ALL)),
     "each entry the token before": (tokens_not_shifted, reference(ALL)),
     "another hidden state recycled, chained": (

@@ -52,6 +52,6 @@ def test_greedy(case: Case):
 
 
 @settings(max_examples=30)
-@given(any_case(list(tiny.BUILDERS), 12))
-def test_reference(case: Case):
-    check_reference(case)
+@given(any_case(list(tiny.BUILDERS), 12), st.booleans())
+def test_reference(case: Case, sighted: bool):
+    check_reference(case, sighted)

@@ -21,15 +21,28 @@ class DraftKV(ABC):
     ----------
     window : SinkWindow or None
         What a query reads; ``None`` reads everything (native).
+
+    Attributes
+    ----------
+    length : int
+        Number of entries.
+    keys_read : int
+        Keys returned by ``update`` so far, once a pass whatever its number of queries.
+    blind : bool
+        Set for passes whose outputs nobody uses: their queries read the pass's own entries only, by the plain causal
+        rule. An entry's key and value do not depend on what its query reads.
     """
 
     def __init__(self, window: SinkWindow | None) -> None:
         self.window = window
         self.length = 0
         self.keys_read = 0
+        self.blind = False
 
     def reads(self) -> tuple[int, int]:
         """Bounds of what the next pass reads: ``[0, sinks)`` and all from ``start`` on."""
+        if self.blind:
+            return 0, self.length
         first = self.length + 1  # what the pass's first query sees must be there too
         if self.window is None or not self.window.engages(first):
             return 0, 0
@@ -52,7 +65,7 @@ class DraftKV(ABC):
         """
         sinks, start = self.reads()
         end = self.length + query_len
-        if query_len == 1 or (self.length == 0 and (self.window is None or not self.window.engages(end))):
+        if query_len == 1 or self.blind or (self.length == 0 and (self.window is None or not self.window.engages(end))):
             return None
         keys = torch.cat([torch.arange(sinks, device=device), torch.arange(start, end, device=device)])
         last = torch.arange(self.length, end, device=device)[:, None]  # each query's own position
@@ -108,7 +121,7 @@ class DraftKV(ABC):
 
 
 class KeepAll(DraftKV):
-    """Keeps every entry, in buffers that grow by doubling, so that a step never copies the whole KV."""
+    """Keeps every entry, in buffers that grow by half, so that a step never copies the whole KV."""
 
     def __init__(self, window: SinkWindow | None) -> None:
         super().__init__(window)

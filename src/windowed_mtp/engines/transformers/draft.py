@@ -19,6 +19,8 @@ Choose = Callable[[Tensor, Tensor], Tensor]
 
 PASS_LENGTH = 512
 """Longest pass that needs a mask: longer ones are split, so that no mask grows with the square of the prompt."""
+BLIND_LENGTH = 4096
+"""Longest pass whose outputs nobody uses, and whose attention is there only because the layer has it."""
 
 
 class _Rows:
@@ -116,6 +118,9 @@ class DraftState:
     def advance(self, ids: Tensor) -> None:
         """Run every layer over the final entries that it has not seen (the draft's prefill).
 
+        Only the layers before the last have outputs that somebody uses: the last layer's keys and values depend on
+        its inputs alone, and a proposal comes from the pass after.
+
         Parameters
         ----------
         ids : Tensor
@@ -123,7 +128,9 @@ class DraftState:
         """
         known = ids.shape[1] - 1
         for layer in range(self.num_layers):
+            self.kv[layer].blind = layer + 1 == self.num_layers
             self._chain(layer, ids, end=known - layer, final=known - layer, provisional=None)
+            self.kv[layer].blind = False
 
     def propose(self, ids: Tensor, depth: int, choose: Choose) -> Tensor:
         """Draft ``depth`` tokens.
@@ -175,7 +182,7 @@ class DraftState:
         for first, last in self._needed(layer, start, end, known=final + layer):
             if first > kv.length:
                 kv.skip_to(first)
-            for a, b in self._passes(first, last):
+            for a, b in self._passes(first, last, kv.blind):
                 out, recycled = self._run(layer, a, ids[:, a + 1 + layer : b + 1 + layer], rows.take(a, b))
                 if layer + 1 < self.num_layers and a < final:
                     self._pending[layer + 1].add(a, recycled[:, : final - a])
@@ -204,11 +211,12 @@ class DraftState:
                 ranges = [(start, min(end, self.window.sink)), (tail, end)]
         return [(a, b) for a, b in ranges if a < b]  # a short prompt leaves a layer without entries
 
-    def _passes(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+    def _passes(self, start: int, end: int, blind: bool) -> Iterator[tuple[int, int]]:
         """Split a range into passes: from an empty cache one causal pass up to where the window engages, no mask."""
-        if start == 0:
+        if start == 0 and not blind:
             inert = end if self.window is None else max(self.window.span, self.window.min_context - 1)
             start = min(end, inert)
             yield 0, start
-        for first in range(start, end, PASS_LENGTH):
-            yield first, min(first + PASS_LENGTH, end)
+        length = BLIND_LENGTH if blind else PASS_LENGTH
+        for first in range(start, end, length):
+            yield first, min(first + length, end)
