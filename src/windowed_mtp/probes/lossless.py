@@ -226,7 +226,7 @@ class SampledCheck:
         self.new_tokens = new_tokens
         self.temperature = temperature
         self.engaged = False
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(~seed)  # another stream than that of the draws
         self._output: list[Tensor] = []
         self._control: list[Tensor] = []
 
