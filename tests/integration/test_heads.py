@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from windowed_mtp.engines.transformers import loading
 from windowed_mtp.engines.transformers.cache import KeepAll
 from windowed_mtp.engines.transformers.draft import DraftState
 from windowed_mtp.engines.transformers.heads import load_head
@@ -238,6 +239,24 @@ def test_a_nemotron_pattern_without_exactly_one_attention_block_is_refused(
     monkeypatch.setattr(model.config, "mtp_layers_block_type", pattern)
     with pytest.raises(CheckpointError, match="needs exactly one attention block"):
         load_head(model)
+
+
+def test_the_head_is_read_at_the_commit_of_the_model(monkeypatch: pytest.MonkeyPatch):
+    asked: list[str | None] = []
+    cached_file = loading.cached_file
+
+    def spy(*args: Any, revision: str | None, **options: Any) -> Any:
+        asked.append(revision)
+        return cached_file(*args, **options)
+
+    monkeypatch.setattr(loading, "cached_file", spy)
+    model = tiny.model("qwen3_5")
+    monkeypatch.setattr(model.config, "_commit_hash", "0123abc", raising=False)
+    load_head(model)
+    assert set(asked) == {"0123abc"}
+    asked.clear()
+    load_head(model, checkpoint=tiny.checkpoint("qwen3_5"))
+    assert set(asked) == {None}
 
 
 def test_an_unknown_family_is_refused_with_what_is_supported():

@@ -24,6 +24,8 @@ class Checkpoint:
     ----------
     name_or_path : str
         Folder or hub name.
+    revision : str, optional
+        Commit or branch on the hub; the main one without it.
 
     Raises
     ------
@@ -31,8 +33,9 @@ class Checkpoint:
         If there are no safetensors files.
     """
 
-    def __init__(self, name_or_path: str) -> None:
+    def __init__(self, name_or_path: str, revision: str | None = None) -> None:
         self.name_or_path = name_or_path
+        self.revision = revision
         index = self._resolve("model.safetensors.index.json")
         if index is not None:
             self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -40,7 +43,7 @@ class Checkpoint:
         single = self._resolve("model.safetensors")
         if single is None:
             raise CheckpointError(
-                f"{name_or_path!r} holds no safetensors files to load a draft head from; "
+                f"{name_or_path!r} holds no safetensors files to load a draft head from, or they cannot be reached; "
                 "pass checkpoint=... with the folder or hub name that the model came from."
             )
         with safe_open(single, framework="pt") as file:
@@ -51,6 +54,7 @@ class Checkpoint:
             path = cached_file(
                 self.name_or_path,
                 file_name,
+                revision=self.revision,
                 _raise_exceptions_for_missing_entries=False,
                 _raise_exceptions_for_gated_repo=False,
                 _raise_exceptions_for_connection_errors=False,

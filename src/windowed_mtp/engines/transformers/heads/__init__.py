@@ -46,8 +46,10 @@ def load_head(model: PreTrainedModel, checkpoint: str | None = None, eagle3: str
             f"no MTP head is known for model type {model_type!r}; supported are {known}, or pass an EAGLE-3 drafter."
         )
     name = checkpoint or model.config.name_or_path
+    # What the model came from is read at the commit it came from.
+    revision = None if checkpoint else getattr(model.config, "_commit_hash", None)
     if not name:
         raise CheckpointError(
             "the model was not loaded from a checkpoint; pass checkpoint=... to say where its head is."
         )
-    return family.load(model, Checkpoint(name))
+    return family.load(model, Checkpoint(name, revision))
