@@ -1,0 +1,172 @@
+"""What a drafter's passes are given and give, seen from outside the plugin; and the poison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from engines import runner_of
+from torch import Tensor
+from vllm import LLM
+
+from windowed_mtp import SinkWindow
+
+OFF = 2**30
+"""A ``min_context`` that no sequence reaches."""
+
+
+@dataclass
+class DraftPass:
+    """One pass of one draft layer: the rows as vLLM made them, before any window."""
+
+    draft_index: int
+    seq_lens: list[int]
+    query_lens: list[int]
+    table: Tensor
+    keys_read: int = 0
+    query: Tensor | None = None
+    output: Tensor | None = None
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def first_key(self, row: int, window: SinkWindow) -> int:
+        """First position after the sinks that some query of a row may read, by the definition."""
+        engaged = self.seq_lens[row] >= window.min_context
+        return max(0, self.seq_lens[row] - self.query_lens[row] + 1 - window.window) if engaged else 0
+
+    def visible_positions(self, row: int, window: SinkWindow, block_size: int) -> list[int]:
+        """Positions of a row in blocks that hold a sink or a key of the first query's window or later."""
+        first = self.first_key(row, window)
+        blocks = {p // block_size for p in range(self.seq_lens[row]) if p < window.sink or p >= first}
+        return [p for p in range(self.seq_lens[row]) if p // block_size in blocks]
+
+    def excluded_blocks(self, window: SinkWindow, block_size: int) -> list[int]:
+        """Blocks that these rows own and none of them may read."""
+        owned: set[int] = set()
+        read: set[int] = set()
+        for row, length in enumerate(self.seq_lens):
+            ids = self.table[row].tolist()
+            owned |= {ids[p // block_size] for p in range(0, length, block_size)}
+            read |= {ids[p // block_size] for p in self.visible_positions(row, window, block_size)}
+        return sorted(owned - read)
+
+
+@dataclass
+class Seen:
+    """All passes of a run and what they proposed."""
+
+    passes: list[DraftPass] = field(default_factory=list)
+    proposals: list[list[list[int]]] = field(default_factory=list)
+    poisoned: int = 0
+
+    @property
+    def keys_read(self) -> int:
+        """Draft keys that all passes read, by the lengths that reached the kernel."""
+        return sum(each.keys_read for each in self.passes)
+
+
+def draft_builder(llm: LLM) -> Any:
+    """The metadata builder of the draft's attention layers."""
+    [group] = runner_of(llm).drafter.draft_attn_groups
+    return group.get_metadata_builder()
+
+
+def draft_layers(llm: LLM) -> dict[str, Any]:
+    """The draft's attention layers by name."""
+    runner = runner_of(llm)
+    context = runner.vllm_config.compilation_config.static_forward_context
+    return {name: context[name] for name in sorted(runner.drafter._draft_attn_layer_names)}
+
+
+def block_size(llm: LLM) -> int:
+    """Block size of the draft's attention kernel."""
+    return int(next(iter(draft_layers(llm).values())).kv_cache.shape[2])
+
+
+@contextmanager
+def window_off(llm: LLM) -> Iterator[None]:
+    """Take the window out of force for a while, in the builder that has it."""
+    windowing = draft_builder(llm).windowing
+    before = windowing.window
+    windowing.window = SinkWindow(before.sink, before.window, min_context=OFF)
+    try:
+        yield
+    finally:
+        windowing.window = before
+
+
+@contextmanager
+def watch(llm: LLM, poison: SinkWindow | None = None, tensors: bool = False) -> Iterator[Seen]:
+    """Record every draft pass; with ``poison``, put NaN where its window excludes during a pass, and restore it."""
+    seen, drafter, builder = Seen(), runner_of(llm).drafter, draft_builder(llm)
+    layers, size = list(draft_layers(llm).values()), block_size(llm)
+    build, propose = builder.build_for_drafting, drafter.propose
+    shadows = [_Shadow(layer, size) for layer in layers] if tensors else []
+    current: list[DraftPass] = []
+
+    def build_for_drafting(common_attn_metadata: Any, draft_index: int) -> Any:
+        common, rows = common_attn_metadata, common_attn_metadata.seq_lens.shape[0]
+        lens, starts = common.seq_lens.tolist(), common.query_start_loc[: rows + 1]
+        current[:] = [DraftPass(draft_index, lens, starts.diff().tolist(), common.block_table_tensor[:rows].clone())]
+        return build(common_attn_metadata=common, draft_index=draft_index)
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        made = propose(*args, **kwargs)
+        seen.proposals.append(made.tolist())
+        return made
+
+    def forward_of(index: int, original: Any) -> Any:
+        def forward(layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, meta: Any, **kwargs: Any) -> Any:
+            if meta is None or not current:
+                return original(layer, query, key, value, kv_cache, meta, **kwargs)
+            made = current[0]
+            blocks = made.excluded_blocks(poison, size) if poison is not None else []
+            saved = kv_cache[blocks].clone()
+            kv_cache[blocks] = float("nan")
+            result = original(layer, query, key, value, kv_cache, meta, **kwargs)
+            kv_cache[blocks] = saved
+            seen.poisoned += len(blocks)
+            made.keys_read += int(meta.seq_lens.sum())
+            if tensors:
+                made.query, made.output = query.clone(), kwargs["output"].clone()
+                made.keys, made.values = shadows[index].keys, shadows[index].values
+            if index == len(layers) - 1:
+                seen.passes.append(made)
+            return result
+
+        return forward
+
+    try:
+        builder.build_for_drafting, drafter.propose = build_for_drafting, recorded
+        for index, layer in enumerate(layers):
+            layer.impl.forward = forward_of(index, layer.impl.forward)
+        yield seen
+    finally:
+        del builder.build_for_drafting, drafter.propose
+        for layer in layers:
+            del layer.impl.forward
+        for shadow in shadows:
+            shadow.remove()
+
+
+class _Shadow:
+    """A layer's keys and values by slot, in the order that they were computed in, whatever the kernel's own layout."""
+
+    def __init__(self, layer: Any, size: int) -> None:
+        shape = (layer.kv_cache.shape[0] * size, layer.kv_cache.shape[1], layer.head_size)
+        self.keys, self.values = (torch.full(shape, float("nan")) for _ in range(2))
+        self.impl, original = layer.impl, layer.impl.do_kv_cache_update
+
+        def update(layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+            used = slot_mapping[slot_mapping >= 0]
+            self.keys[used] = key[: len(slot_mapping)][slot_mapping >= 0].float()
+            self.values[used] = value[: len(slot_mapping)][slot_mapping >= 0].float()
+            original(layer, key, value, kv_cache, slot_mapping)
+
+        self.impl.do_kv_cache_update = update
+
+    def remove(self) -> None:
+        del self.impl.do_kv_cache_update
