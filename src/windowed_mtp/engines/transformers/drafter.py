@@ -98,7 +98,16 @@ class WindowedMTP:
 
     @classmethod
     def from_model(
-        cls, model: PreTrainedModel, *, checkpoint: str | None = None, eagle3: str | None = None, **options: Any
+        cls,
+        model: PreTrainedModel,
+        *,
+        window: SinkWindow | None = SinkWindow(),  # noqa: B008 (frozen)
+        num_speculative_tokens: int = 3,
+        keep: Keep = "all",
+        prefill: Prefill = "full",
+        checkpoint: str | None = None,
+        eagle3: str | None = None,
+        **options: Any,
     ) -> WindowedMTP:
         """Load the head that belongs to a model.
 
@@ -106,12 +115,14 @@ class WindowedMTP:
         ----------
         model : PreTrainedModel
             A transformers causal language model.
+        window, num_speculative_tokens, keep, prefill
+            As the constructor takes them.
         checkpoint : str, optional
             Folder or hub name to take the head from; the one the model was loaded from without it.
         eagle3 : str, optional
             Folder or hub name of an EAGLE-3 drafter to use instead of a built-in head.
         **options
-            As the constructor takes them: ``window``, ``num_speculative_tokens``, ``keep``, ``prefill``, ...
+            The constructor's others: ``depth``, ``on_step``, ``override``, ``shadows``, ``measure``.
 
         Raises
         ------
@@ -120,7 +131,15 @@ class WindowedMTP:
         WindowError
             If the options contradict each other.
         """
-        return cls(model, load_head(model, checkpoint=checkpoint, eagle3=eagle3), **options)
+        return cls(
+            model,
+            load_head(model, checkpoint=checkpoint, eagle3=eagle3),
+            window=window,
+            num_speculative_tokens=num_speculative_tokens,
+            keep=keep,
+            prefill=prefill,
+            **options,
+        )
 
     def __call__(
         self,
