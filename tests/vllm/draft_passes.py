@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,11 @@ class DraftPass:
         first = self.first_key(row, window)
         blocks = {p // block_size for p in range(self.seq_lens[row]) if p < window.sink or p >= first}
         return [p for p in range(self.seq_lens[row]) if p // block_size in blocks]
+
+    def dropped_blocks(self, row: int, window: SinkWindow, block_size: int) -> int:
+        """Number of a row's blocks that none of its queries may read."""
+        kept = {p // block_size for p in self.visible_positions(row, window, block_size)}
+        return -(-self.seq_lens[row] // block_size) - len(kept)
 
     def excluded_blocks(self, window: SinkWindow, block_size: int) -> list[int]:
         """Blocks that these rows own and none of them may read."""
@@ -87,11 +92,10 @@ def block_size(llm: LLM) -> int:
 
 
 @contextmanager
-def window_off(llm: LLM) -> Iterator[None]:
-    """Take the window out of force for a while, in the builder that has it."""
+def window_as(llm: LLM, window: SinkWindow) -> Iterator[None]:
+    """Put another window in force for a while, in the builder that has it."""
     windowing = draft_builder(llm).windowing
-    before = windowing.window
-    windowing.window = SinkWindow(before.sink, before.window, min_context=OFF)
+    before, windowing.window = windowing.window, window
     try:
         yield
     finally:
@@ -99,12 +103,18 @@ def window_off(llm: LLM) -> Iterator[None]:
 
 
 @contextmanager
-def watch(llm: LLM, poison: SinkWindow | None = None, tensors: bool = False) -> Iterator[Seen]:
-    """Record every draft pass; with ``poison``, put NaN where its window excludes during a pass, and restore it."""
+def watch(
+    llm: LLM, poison: SinkWindow | None = None, observe: Callable[[DraftPass], None] | None = None
+) -> Iterator[Seen]:
+    """Record every draft pass.
+
+    With ``poison``, what its window excludes is NaN during a pass, and restored. ``observe`` is called right after a
+    pass, with its tensors: the keys and values are valid until the next one.
+    """
     seen, drafter, builder = Seen(), runner_of(llm).drafter, draft_builder(llm)
     layers, size = list(draft_layers(llm).values()), block_size(llm)
     build, propose = builder.build_for_drafting, drafter.propose
-    shadows = [_Shadow(layer, size) for layer in layers] if tensors else []
+    shadows = [_Shadow(layer, size) for layer in layers] if observe else []
     current: list[DraftPass] = []
 
     def build_for_drafting(common_attn_metadata: Any, draft_index: int) -> Any:
@@ -130,9 +140,9 @@ def watch(llm: LLM, poison: SinkWindow | None = None, tensors: bool = False) -> 
             kv_cache[blocks] = saved
             seen.poisoned += len(blocks)
             made.keys_read += int(meta.seq_lens.sum())
-            if tensors:
-                made.query, made.output = query.clone(), kwargs["output"].clone()
-                made.keys, made.values = shadows[index].keys, shadows[index].values
+            if observe:
+                shadow = shadows[index]
+                observe(replace(made, query=query, output=kwargs["output"], keys=shadow.keys, values=shadow.values))
             if index == len(layers) - 1:
                 seen.passes.append(made)
             return result
