@@ -60,25 +60,58 @@ def windowed_builder(base: type[Any], config: PluginConfig) -> type[Any]:
 
         def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, *args: Any, **kw: Any) -> None:
             super().__init__(kv_cache_spec, layer_names, vllm_config, *args, **kw)
-            graphs = vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
-            self.windowing = Windowing(config.window, kv_cache_spec.block_size, graphs)
-            self._first_pass = False
+            self.windowing = Windowing(config.window, kv_cache_spec.block_size, **windowing_limits(vllm_config))
+            self.runs_first_pass = False
+            self._nested = False
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kw: Any) -> Any:
-            if not self._first_pass or config.window_first_pass:
-                common_attn_metadata = self.windowing(common_attn_metadata)
-            return super().build(common_prefix_len, common_attn_metadata, *args, **kw)
+            return super().build(common_prefix_len, self._windowed(common_attn_metadata), *args, **kw)
 
+        # Not every builder calls build() from the other two: the window comes first in each, and once.
         def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
-            self._first_pass = draft_index == 0
-            try:
-                return super().build_for_drafting(common_attn_metadata, draft_index)
-            finally:
-                self._first_pass = False
+            common = self._windowed(common_attn_metadata, draft_index == 0)
+            return self._without_window(super().build_for_drafting, common, draft_index)
+
+        def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+            common = self._windowed(common_attn_metadata)
+            return self._without_window(super().build_for_cudagraph_capture, common)
 
         def update_draft_decode_metadata(self, metadata: Any) -> None:
             self.windowing.refresh()
             super().update_draft_decode_metadata(metadata)
 
+        def _windowed(self, common: Any, first_pass: bool | None = None) -> Any:
+            if self._nested:
+                return common
+            if first_pass is None:
+                # A drafter's own decode passes have one query a row.
+                first_pass = self.runs_first_pass or common.max_query_len > 1
+            if first_pass and not config.window_first_pass:
+                return common
+            return self.windowing(common)
+
+        def _without_window(self, build: Any, *args: Any) -> Any:
+            self._nested = True
+            try:
+                return build(*args)
+            finally:
+                self._nested = False
+
     WindowedBuilder.__name__ = WindowedBuilder.__qualname__ = f"Windowed{base.__name__}"
     return WindowedBuilder
+
+
+def windowing_limits(vllm_config: Any) -> dict[str, Any]:
+    """Read from an engine's settings what batches a builder will see: keywords of `Windowing`."""
+    compilation = vllm_config.compilation_config
+    graphs = compilation.cudagraph_mode.has_full_cudagraphs()
+    limits: dict[str, Any] = {"graphs": graphs}
+    if graphs:
+        captured = getattr(compilation, "max_cudagraph_capture_size", None) or 0
+        limits["max_rows"] = max(vllm_config.scheduler_config.max_num_seqs, captured)
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is not None:
+        # Host lengths lag behind by what was rejected where the scheduler runs ahead, on rows that are being verified.
+        verified = speculative.num_speculative_tokens + 1
+        limits["exact_above"] = verified if vllm_config.scheduler_config.async_scheduling else 1
+    return limits

@@ -30,9 +30,11 @@ def install(module: ModuleType) -> None:
         config = PluginConfig.read(self.vllm_config.additional_config)
         if config is None:
             uninstall(module)
-        else:
-            window_draft_layers(self, config)
-        return original(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
+        window_draft_layers(self, config)
+        made = original(self, *args, **kwargs)
+        mark_first_pass(self)
+        return made
 
     setattr(initialize_kv_cache, _ORIGINAL, original)
     runner_class.initialize_kv_cache = initialize_kv_cache
@@ -44,6 +46,30 @@ def uninstall(module: ModuleType) -> None:
     runner_class.initialize_kv_cache = getattr(
         runner_class.initialize_kv_cache, _ORIGINAL, runner_class.initialize_kv_cache
     )
+
+
+def mark_first_pass(runner: Any) -> None:
+    """Tell the builders in the runner's own groups that they serve the drafter's first pass.
+
+    V2 hands the drafter the metadata of the target's step for that pass; the drafter's own groups serve the others.
+    """
+    for groups in getattr(runner, "attn_groups", ()):
+        for group in groups:
+            for builder in group.metadata_builders:
+                if hasattr(builder, "runs_first_pass"):
+                    builder.runs_first_pass = True
+
+
+def only_first_pass(runner: Any) -> str | None:
+    """Say why a drafter has no pass but its first; ``None`` if it has more."""
+    speculative = runner.vllm_config.speculative_config
+    if getattr(speculative, "parallel_drafting", False):
+        return "it drafts all of its tokens in one pass"
+    if getattr(runner, "speculator", None) is not None and speculative.use_multi_module_mtp():
+        return "each of its modules runs once a step, over the verified tokens"
+    if speculative.num_speculative_tokens == 1:
+        return "it drafts one token a step"
+    return None
 
 
 def draft_layer_names(runner: Any) -> set[str] | None:
@@ -96,6 +122,12 @@ def window_draft_layers(runner: Any, config: PluginConfig) -> None:
     if speculative is None:
         _refuse(config, logger, "the engine has no speculative_config, so there is no draft to window")
         return
+    alone = only_first_pass(runner) if names and not config.window_first_pass else None
+    if alone is not None:
+        raise PluginError(
+            f'"window_first_pass" is false in additional_config["windowed_mtp"], but the drafter '
+            f"({speculative.method}) has no other pass, as {alone}; leave it out to window that pass."
+        )
     layers = runner.vllm_config.compilation_config.static_forward_context
     windowed, left = [], {}
     for name in sorted(names or ()):

@@ -1,0 +1,194 @@
+"""The windowed builder on vLLM's own metadata: which passes it windows, and what it says on the host."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vllm is not installed")
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from windowed_mtp import SinkWindow
+from windowed_mtp.engines.vllm.backend import windowed_backend
+from windowed_mtp.engines.vllm.config import PluginConfig, PluginError
+from windowed_mtp.engines.vllm.install import mark_first_pass, only_first_pass
+from windowed_mtp.engines.vllm.windowing import Windowing
+
+WINDOW = SinkWindow(4, 32)
+BLOCK = 16
+
+
+def batch(rows: list[tuple[int, int]], prefilling: int = 0, slack: int = 0, **more: Any) -> CommonAttentionMetadata:
+    """Rows of (entries, queries), the last ``prefilling`` of them in prefill; the others' lengths lag by ``slack``."""
+    lens, queries = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
+    columns = int(lens.max()) // BLOCK + 2
+    starts = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int()
+    upper = lens.clone()
+    upper[: len(rows) - prefilling] += slack
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lens,
+        num_reqs=len(rows),
+        num_actual_tokens=int(queries.sum()),
+        max_query_len=int(queries.max()),
+        max_seq_len=int(upper.max()),
+        block_table_tensor=torch.arange(len(rows) * columns, dtype=torch.int32).reshape(len(rows), columns),
+        slot_mapping=torch.zeros(int(queries.sum()), dtype=torch.int64),
+        is_prefilling=torch.arange(len(rows)) >= len(rows) - prefilling,
+        seq_lens_cpu_upper_bound=upper,
+        **more,
+    )
+
+
+class Builder:
+    """A metadata builder that hands back what it is given, the way that ``direct`` builders and others do."""
+
+    direct = False
+
+    def __init__(self, *args: Any):
+        pass
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        return common_attn_metadata
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
+        return common_attn_metadata if self.direct else self.build(0, common_attn_metadata, fast_build=True)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        return common_attn_metadata if self.direct else self.build(0, common_attn_metadata)
+
+
+class Direct(Builder):
+    direct = True
+
+
+def made(base: type, graphs: bool = False, asynchronous: bool = True, **own: Any) -> Any:
+    backend = type("Backend", (), {"get_builder_cls": staticmethod(lambda: base)})
+    vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: graphs), max_cudagraph_capture_size=24
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=16, async_scheduling=asynchronous),
+        speculative_config=SimpleNamespace(num_speculative_tokens=3),
+    )
+    builder = windowed_backend(backend, PluginConfig(WINDOW, **own)).get_builder_cls()
+    return builder(SimpleNamespace(block_size=BLOCK), ["layer"], vllm_config, "cpu")
+
+
+@pytest.mark.parametrize("base", [Builder, Direct])
+def test_each_way_to_build_windows_once(base: type):
+    builder = made(base)
+    for passes, build in enumerate(
+        (
+            lambda common: builder.build(0, common),
+            lambda common: builder.build_for_drafting(common, 0),
+            lambda common: builder.build_for_drafting(common, 2),
+            builder.build_for_cudagraph_capture,
+        ),
+        1,
+    ):
+        assert int(build(batch([(300, 4)])).seq_lens[0]) == 300 - 15 * BLOCK
+        assert builder.windowing.passes == passes
+
+
+def test_without_the_first_pass_the_owner_and_the_index_decide():
+    target, drafter = (made(Builder, window_first_pass=False) for _ in range(2))
+    mark_first_pass(
+        SimpleNamespace(
+            attn_groups=[
+                [SimpleNamespace(metadata_builders=[target])],
+                [SimpleNamespace(metadata_builders=[object()])],
+            ]
+        )
+    )
+    several, one = batch([(300, 4), (200, 1)]), batch([(300, 1)])
+    assert target.build(0, several) is several and target.build(0, one) is one
+    assert target.build_for_cudagraph_capture(several) is several
+    assert drafter.build(0, several) is several  # an independent draft model's first pass
+    assert int(drafter.build(0, one).seq_lens[0]) < 300
+    assert drafter.build_for_drafting(one, 0) is one
+    assert int(drafter.build_for_drafting(several, 1).seq_lens[0]) < 300
+
+
+def runner(tokens: int = 3, parallel: bool = False, modules: bool = False, v2: bool = True) -> Any:
+    speculative = SimpleNamespace(
+        method="mtp",
+        num_speculative_tokens=tokens,
+        parallel_drafting=parallel,
+        use_multi_module_mtp=lambda: modules,
+    )
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(speculative_config=speculative),
+        speculator=SimpleNamespace(draft_attn_layer_names={"layer"}) if v2 else None,
+    )
+
+
+def test_drafters_that_have_only_a_first_pass():
+    assert only_first_pass(runner()) is None
+    assert "one pass" in str(only_first_pass(runner(parallel=True)))
+    assert "one pass" in str(only_first_pass(runner(parallel=True, v2=False)))
+    assert "one token" in str(only_first_pass(runner(tokens=1)))
+    assert "modules" in str(only_first_pass(runner(modules=True)))
+    assert only_first_pass(runner(modules=True, v2=False)) is None
+
+
+def test_a_parallel_drafter_stops_the_engine_whatever_strict_says(monkeypatch: pytest.MonkeyPatch):
+    from windowed_mtp.engines.vllm import install
+
+    monkeypatch.setattr(install, "_last_pipeline_rank", lambda: True)
+    for strict in (True, False):
+        config = PluginConfig(WINDOW, window_first_pass=False, strict=strict)
+        with pytest.raises(PluginError, match="has no other pass, as it drafts all of its tokens in one pass"):
+            install.window_draft_layers(runner(parallel=True), config)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_host_lengths_are_exact_where_vllm_has_them_exact(asynchronous: bool):
+    rows = [(length, 4) for length in range(60, 140)] + [(length, 9) for length in range(100, 180)] + [(150, 2)]
+    common = batch(rows, prefilling=81, slack=3 if asynchronous else 0)
+    result = made(Builder, asynchronous=asynchronous).build(0, common)
+    exact = torch.ones(len(rows), dtype=torch.bool)
+    exact[:80] = not asynchronous
+    assert result.seq_lens_cpu_upper_bound[exact].equal(result.seq_lens[exact])
+    assert (result.seq_lens_cpu_upper_bound >= result.seq_lens).all()
+    assert (result.seq_lens < common.seq_lens).any()
+
+
+def test_prefill_rows_are_exact_without_word_of_them():
+    common = batch([(200, 4), (300, 100)], slack=2)
+    common.is_prefilling = None
+    result = Windowing(WINDOW, BLOCK, graphs=False, exact_above=4)(common)
+    assert result.seq_lens_cpu_upper_bound[0] > result.seq_lens[0]
+    common = batch([(200, 4), (300, 100)])
+    common.is_prefilling = None
+    result = Windowing(WINDOW, BLOCK, graphs=False, exact_above=4)(common)
+    assert result.seq_lens_cpu_upper_bound[1] == result.seq_lens[1]
+
+
+def test_a_batch_is_copied_not_changed_and_forgets_what_no_longer_fits():
+    common = batch([(300, 4)], mm_req_doc_ranges={0: [(3, 9)]})
+    common.compute_num_computed_tokens()
+    before = common.seq_lens.clone(), common.block_table_tensor.clone(), common.max_seq_len
+    result = Windowing(WINDOW, BLOCK, graphs=False)(common)
+    assert result.mm_req_doc_ranges is None and common.mm_req_doc_ranges is not None
+    assert result.compute_num_computed_tokens().tolist() == [300 - 15 * BLOCK - 4]
+    assert common.seq_lens.equal(before[0]) and common.block_table_tensor.equal(before[1])
+    assert common.max_seq_len == before[2] and result.slot_mapping is common.slot_mapping
+
+
+def test_graphs_find_their_buffers_where_they_were_captured():
+    builder = made(Builder, graphs=True)
+    small = builder.build(0, batch([(300, 1)] * 2))
+    large = builder.build(0, batch([(300, 1)] * 24))
+    for name in ("seq_lens", "block_table_tensor"):
+        assert getattr(small, name).data_ptr() == getattr(large, name).data_ptr()
+
+
+def test_the_bound_of_a_captured_graph_holds_for_every_replay():
+    windowing = Windowing(WINDOW, BLOCK, graphs=True)
+    for queries in (1, 4):
+        captured = windowing.bound(4096, queries)
+        assert all(windowing.length(n, q) <= captured for n in range(1, 4097) for q in range(1, min(n, queries) + 1))
