@@ -13,7 +13,7 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
     pytest.skip("another model runner is set up in this process", allow_module_level=True)
 
 from engines import GAMMA, counters, engine, generate, runner_of, text_prompts
-from v2_passes import as_windowed, builders, dropped, watch, window_off
+from v2_passes import as_windowed, builders, dropped, untouched, watch, window_off
 from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
@@ -67,7 +67,7 @@ def test_every_draft_pass_is_windowed_and_the_target_never_is(plain: SimpleNames
     with watch(llm) as seen:
         answers = generate(llm, plain.prompts, TOKENS)
     assert [answer.tokens for answer in answers] == plain.answers
-    assert seen.target and all(entry.own and not dropped(entry) for entry in seen.target)
+    assert seen.target and all(untouched(entry) for entry in seen.target)
     assert {len(step) for step in seen.steps} == {GAMMA}
     for index in range(GAMMA):
         passes = [step[index] for step in seen.steps]
@@ -91,7 +91,7 @@ def test_poisoned_blocks_are_not_read(plain: SimpleNamespace, llm: Any, arm: str
                 generate(llm, plain.prompts, TOKENS)
             with watch(llm, poison=WINDOW) as poisoned:
                 answers = generate(llm, plain.prompts, TOKENS)
-        assert all(entry.own for step in clean.steps for entry in step)
+        assert all(untouched(entry) for step in clean.steps for entry in step)
         assert poisoned.proposals != clean.proposals
     assert poisoned.poisoned > 0
     assert [answer.tokens for answer in answers] == plain.answers
@@ -104,7 +104,7 @@ def test_the_first_pass_alone_can_be_left_as_it_is(plain: SimpleNamespace):
     for index in range(GAMMA):
         passes = [step[index] for step in seen.steps]
         if index == 0:
-            assert all(entry.own for entry in passes)
+            assert all(untouched(entry) for entry in passes)
         else:
             assert all(as_windowed(entry, WINDOW, BLOCK) for entry in passes)
             assert any(dropped(entry) for entry in passes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -78,27 +79,25 @@ def watch(llm: LLM, poison: SinkWindow | None = None) -> Iterator[Seen]:
     ]
     size = int(context[draft_name].kv_cache.shape[2])
 
-    def recording(builder: Any, to: str) -> None:
+    def recording(builder: Any) -> None:
         original = builder.build
 
         def build(common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-            made[to] = common_attn_metadata
+            made["draft"] = common_attn_metadata
             return original(common_prefix_len, common_attn_metadata, *args, **kwargs)
 
         builder.build = build
 
     def given(common: Any, meta: Any, index: int) -> Given:
-        rows = common.seq_lens.shape[0]
+        rows = meta.seq_lens.shape[0]
         source = DraftPass(
             index,
-            common.seq_lens.tolist(),
+            common.seq_lens[:rows].tolist(),
             common.query_start_loc[: rows + 1].diff().tolist(),
             common.block_table_tensor[:rows].clone(),
         )
-        own = (
-            meta.seq_lens.data_ptr() == common.seq_lens.data_ptr()
-            and meta.block_table.data_ptr() == common.block_table_tensor.data_ptr()
-        )
+        theirs = getattr(common, "pointers", None) or (common.seq_lens.data_ptr(), common.block_table_tensor.data_ptr())
+        own = theirs == (meta.seq_lens.data_ptr(), meta.block_table.data_ptr())
         return Given(source, meta.seq_lens.clone(), meta.block_table[:rows].clone(), own)
 
     def forward_of(original: Any, draft: bool) -> Any:
@@ -129,26 +128,45 @@ def watch(llm: LLM, poison: SinkWindow | None = None) -> Iterator[Seen]:
         seen.proposals.append(result.tolist())
         return result
 
-    [target_builder] = [
-        group.get_metadata_builder()
-        for groups in runner.attn_groups
-        for group in groups
-        if target_name in group.layer_names
-    ]
-    watched = [*((builder, "draft") for builder in builders(llm).values()), (target_builder, "target")]
+    prepare, group = runner.model_state.prepare_attn, group_of(runner, target_name)
+
+    def prepared(input_batch: Any, mode: Any, block_tables: Any, *args: Any, **kwargs: Any) -> Any:
+        # Copies from before any builder runs, so that a change in place would be seen as well.
+        table, starts = block_tables[group], input_batch.query_start_loc
+        made["target"] = SimpleNamespace(
+            seq_lens=input_batch.seq_lens.clone(),
+            query_start_loc=starts.clone(),
+            block_table_tensor=table.clone(),
+            pointers=(input_batch.seq_lens.data_ptr(), table.data_ptr()),
+        )
+        return prepare(input_batch, mode, block_tables, *args, **kwargs)
+
     try:
-        for builder, to in watched:
-            recording(builder, to)
+        for builder in builders(llm).values():
+            recording(builder)
+        runner.model_state.prepare_attn = prepared
         speculator.propose = recorded
         for name in (draft_name, target_name):
             context[name].impl.forward = forward_of(context[name].impl.forward, name == draft_name)
         yield seen
     finally:
-        for builder, _ in watched:
+        for builder in builders(llm).values():
             del builder.build
+        del runner.model_state.prepare_attn
         del speculator.propose
         for name in (draft_name, target_name):
             del context[name].impl.forward
+
+
+def group_of(runner: Any, name: str) -> int:
+    """Index of a layer's KV cache group."""
+    groups = runner.kv_cache_config.kv_cache_groups
+    return next(index for index, group in enumerate(groups) if name in group.layer_names)
+
+
+def untouched(entry: Given) -> bool:
+    """Whether a pass was given vLLM's own tensors, with what vLLM put there."""
+    return entry.own and entry.lens.tolist() == entry.source.seq_lens and entry.table.equal(entry.source.table)
 
 
 def as_windowed(entry: Given, window: SinkWindow, size: int) -> bool:
