@@ -90,7 +90,7 @@ def demo(
         differences=comparison.differences(),
     )  # fmt: skip
     if result.rows:
-        output.print(decode_table(result.rows))
+        output.show(decode_table(result.rows))
         output.print()
     for difference in result.differences:
         output.say(

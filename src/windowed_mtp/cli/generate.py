@@ -102,7 +102,7 @@ def generate(
     counts = f"{row.prompt_tokens:,} prompt tokens, {row.new_tokens:,} new ones in {row.steps:,} steps"
     in_force = "no draft" if no_draft else draft.describe(row.prompt_tokens + row.new_tokens - 1)
     errors.say(f"{counts}; {in_force}")
-    errors.print(decode_table([row]))
+    errors.show(decode_table([row]))
     if json is not None:
         settings: dict[str, Setting] = {} if no_draft else draft.settings()
         settings |= {"model": model, "max_new_tokens": max_new_tokens, **sampling.generate_kwargs()}

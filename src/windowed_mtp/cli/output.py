@@ -15,11 +15,19 @@ if TYPE_CHECKING:
     from windowed_mtp.probes.decode import DecodeRow
 
 
+_WIDE = 400  # columns that a table may take in a file or pipe
+
+
 class _Console(Console):
     """Breaks long lines between words on a terminal, and leaves them whole in a file or pipe."""
 
     def say(self, text: str | Text, style: str | None = None) -> None:
         self.print(text, style=style, soft_wrap=not self.is_terminal)
+
+    def show(self, table: Table) -> None:
+        if not self.is_terminal:
+            self.width = _WIDE
+        self.print(table)
 
 
 output = _Console(highlight=False)

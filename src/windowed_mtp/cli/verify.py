@@ -119,7 +119,7 @@ def verify_lossless(
     )  # fmt: skip
     longest = max(prompt.shape[1] for prompt in ids) + max_new_tokens - 1
     output.say(draft.describe(longest))
-    output.print(_greedy_table(rows))
+    output.show(_greedy_table(rows))
     if any(row.threshold is not None for row in rows):
         output.say(
             "A near tie: every token from the first difference on is within the threshold of the target's best. The "
