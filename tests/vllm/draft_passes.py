@@ -32,6 +32,11 @@ class DraftPass:
     keys: Tensor | None = None
     values: Tensor | None = None
 
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Length and number of queries of each row."""
+        return list(zip(self.seq_lens, self.query_lens, strict=True))
+
     def first_key(self, row: int, window: SinkWindow) -> int:
         """First position after the sinks that some query of a row may read, by the definition."""
         engaged = self.seq_lens[row] >= window.min_context
@@ -48,15 +53,19 @@ class DraftPass:
         kept = {p // block_size for p in self.visible_positions(row, window, block_size)}
         return -(-self.seq_lens[row] // block_size) - len(kept)
 
+    def owned_blocks(self, block_size: int) -> set[int]:
+        """Blocks that hold these rows."""
+        rows = zip(self.table.tolist(), self.seq_lens, strict=True)
+        return {ids[p // block_size] for ids, length in rows for p in range(0, length, block_size)}
+
     def excluded_blocks(self, window: SinkWindow, block_size: int) -> list[int]:
         """Blocks that these rows own and none of them may read."""
-        owned: set[int] = set()
-        read: set[int] = set()
-        for row, length in enumerate(self.seq_lens):
-            ids = self.table[row].tolist()
-            owned |= {ids[p // block_size] for p in range(0, length, block_size)}
-            read |= {ids[p // block_size] for p in self.visible_positions(row, window, block_size)}
-        return sorted(owned - read)
+        read = {
+            ids[p // block_size]
+            for row, ids in enumerate(self.table.tolist())
+            for p in self.visible_positions(row, window, block_size)
+        }
+        return sorted(self.owned_blocks(block_size) - read)
 
 
 @dataclass
@@ -108,14 +117,16 @@ def watch(
 ) -> Iterator[Seen]:
     """Record every draft pass.
 
-    With ``poison``, what its window excludes is NaN during a pass, and restored. ``observe`` is called right after a
-    pass, with its tensors: the keys and values are valid until the next one.
+    With ``poison``, what its window excludes is NaN during a pass, and restored; what a draft without a window made of
+    the NaN and wrote itself is taken out at the end. ``observe`` is called right after a pass, with its tensors: the
+    keys and values are valid until the next one.
     """
     seen, drafter, builder = Seen(), runner_of(llm).drafter, draft_builder(llm)
     layers, size = list(draft_layers(llm).values()), block_size(llm)
     build, propose = builder.build_for_drafting, drafter.propose
     shadows = [_Shadow(layer, size) for layer in layers] if observe else []
     current: list[DraftPass] = []
+    used: set[int] = set()
 
     def build_for_drafting(common_attn_metadata: Any, draft_index: int) -> Any:
         common, rows = common_attn_metadata, common_attn_metadata.seq_lens.shape[0]
@@ -133,6 +144,7 @@ def watch(
             if meta is None or not current:
                 return original(layer, query, key, value, kv_cache, meta, **kwargs)
             made = current[0]
+            used.update(made.owned_blocks(size))
             blocks = made.excluded_blocks(poison, size) if poison is not None else []
             saved = kv_cache[blocks].clone()
             kv_cache[blocks] = float("nan")
@@ -158,6 +170,8 @@ def watch(
         del builder.build_for_drafting, drafter.propose
         for layer in layers:
             del layer.impl.forward
+        for layer in layers if poison is not None else ():
+            layer.kv_cache[sorted(used)] = layer.kv_cache[sorted(used)].nan_to_num(0.0)
         for shadow in shadows:
             shadow.remove()
 

@@ -13,32 +13,21 @@ from windowed_mtp import SinkWindow
 WINDOW = {"sink": 4, "window": 300}
 
 
-@pytest.fixture(scope="module")
-def plain():
+def test_excluded_keys_are_not_read():
     with engine(window=WINDOW) as llm:
         assert block_size(llm) == 384
-        yield llm
-
-
-@pytest.mark.parametrize(
-    "window",
-    [SinkWindow(**WINDOW), SinkWindow(0, 1), SinkWindow(400, 385), SinkWindow(4, 300, min_context=2304)],
-    ids=str,
-)
-def test_excluded_keys_are_not_read(plain, window):
-    check_poison(plain, text_prompts(plain, [1500, 2290, 2304, 3000]), window)
-
-
-def test_rows_below_and_above_the_window_share_a_batch(plain):
-    _, seen, _ = check_poison(plain, text_prompts(plain, [40, 383, 1100, 2600]), SinkWindow(**WINDOW))
-    assert any(min(each.seq_lens) < 304 and max(each.seq_lens) > 2000 for each in seen.passes)
+        prompts = text_prompts(llm, [1500, 2290, 2304, 3000])
+        for window in (SinkWindow(**WINDOW), SinkWindow(0, 1), SinkWindow(400, 385), SinkWindow(4, 300, 2304)):
+            check_poison(llm, prompts, window)
+        # Rows that the window does not reach, in a batch with rows that it does.
+        _, seen, _ = check_poison(llm, text_prompts(llm, [40, 383, 1100, 2600]), SinkWindow(**WINDOW))
+        assert any(min(each.seq_lens) < 304 and max(each.seq_lens) > 2000 for each in seen.passes)
 
 
 def test_a_prompt_in_chunks():
     with engine(window=WINDOW, max_num_batched_tokens=512) as llm:
         _, seen, _ = check_poison(llm, text_prompts(llm, [1600, 2100]), SinkWindow(**WINDOW))
-        rows = [pair for each in seen.passes for pair in zip(each.seq_lens, each.query_lens, strict=True)]
-        assert any(length > 1500 and 200 < queries <= 512 for length, queries in rows)
+        assert any(length > 1500 and 200 < queries <= 512 for each in seen.passes for length, queries in each.rows)
 
 
 def test_sequences_that_are_preempted():

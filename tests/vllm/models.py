@@ -1,0 +1,87 @@
+"""A tiny Llama whose greedy choices have large margins, and an EAGLE-3 drafter for it that is right now and then.
+
+The target's next token is a permutation of the last one, plus a little of everything before. The drafter is given the
+permutation applied twice, which is right for its first proposal, and attention strong enough to mislead it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+VOCAB, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 256, 128, 256, 4, 2, 32, 4
+CONFIG: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "tie_word_embeddings": False, "model_type": "llama", "dtype": "bfloat16",
+    "bos_token_id": None, "eos_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+
+
+def _layer(prefix: str, generator: torch.Generator, inputs: int, strength: float) -> dict[str, Tensor]:
+    """A decoder layer's tensors; ``strength`` is the size of what it adds."""
+    shapes = {
+        "self_attn.q_proj": (HEADS * HEAD_DIM, inputs, 2.0),
+        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, inputs, 2.0),
+        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, inputs, 1.0),
+        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM, strength),
+        "mlp.gate_proj": (INTERMEDIATE, HIDDEN, 1.0),
+        "mlp.up_proj": (INTERMEDIATE, HIDDEN, 1.0),
+        "mlp.down_proj": (HIDDEN, INTERMEDIATE, strength),
+    }
+    made = {
+        f"{prefix}{name}.weight": torch.randn(rows, columns, generator=generator) * scale * columns**-0.5
+        for name, (rows, columns, scale) in shapes.items()
+    }
+    norms = ("input_layernorm", "post_attention_layernorm")
+    return made | {f"{prefix}{name}.weight": torch.ones(HIDDEN) for name in norms}
+
+
+def _save(folder: Path, tensors: dict[str, Tensor], **config: Any) -> str:
+    folder.mkdir(parents=True)
+    save_file({name: t.bfloat16().contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    return str(folder)
+
+
+@functools.cache
+def llama_with_eagle3() -> tuple[str, str]:
+    """Folders of the target and of its drafter, made once a process."""
+    folder, generator = Path(tempfile.mkdtemp(prefix="tiny-llama-eagle3-")), torch.Generator().manual_seed(0)
+    embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
+    follower = torch.randperm(VOCAB, generator=generator)
+    before = follower.argsort()  # the token that a token follows
+    target = {
+        "model.embed_tokens.weight": embedding,
+        "model.norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": embedding[before],
+    }
+    for index in range(LAYERS):
+        target |= _layer(f"model.layers.{index}.", generator, HIDDEN, strength=0.2)
+    drafter = {
+        "fc.weight": torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, 2 * HIDDEN)], dim=1),
+        "norm.weight": torch.ones(HIDDEN),
+        "midlayer.hidden_norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": embedding[before[before]],
+        **_layer("midlayer.", generator, 2 * HIDDEN, strength=3.0),
+    }
+    return (
+        _save(folder / "target", target, architectures=["LlamaForCausalLM"], num_hidden_layers=LAYERS),
+        _save(
+            folder / "eagle3", drafter, architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1,
+            draft_vocab_size=VOCAB, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+        ),
+    )  # fmt: skip
+
+
+def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    """Prompts of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
