@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +29,9 @@ def demo(
     window: Annotated[int, typer.Option(metavar="N", help="Most recent keys read.")] = 448,
     repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each arm; times are medians.")] = 3,
     seed: Annotated[int, typer.Option(metavar="N", help="Chooses the text of the prompt.")] = 0,
+    threads: Annotated[
+        int, typer.Option(metavar="N", min=1, help="CPU threads; so small a model gains little from more.")
+    ] = 1,
     json: options.Json = None,
 ) -> int:
     """Decode one long prompt three ways, and show that only the time changes.
@@ -48,6 +52,10 @@ def demo(
         raise CheckpointError("the bundled checkpoint is missing from this installation; install the package again.")
     model, tokenizer = load(str(checkpoint_path()), "cpu", "float32")
 
+    import torch
+
+    torch.set_num_threads(threads)
+
     from windowed_mtp.engines.transformers import WindowedMTP
     from windowed_mtp.probes.decode import Comparison, DecodeResult
     from windowed_mtp.probes.target_runs import check_length
@@ -65,8 +73,15 @@ def demo(
     output.say(
         f"{ids.shape[1]:,} prompt tokens of source code, {new_tokens:,} new ones, drafts of {depth}; window: the "
         f"first {sink:,} and last {window:,} keys; {repeats} runs each, in turns, on "
-        f"{provenance.threads} CPU threads.\n"
+        f"{threads} CPU thread{'s' if threads > 1 else ''}.\n"
     )
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if busy > (os.cpu_count() or 1) / 2:
+        output.say(
+            f"Other programs are using this machine (load {busy:.1f} on {os.cpu_count()} cores): take the times with "
+            "care, or run again when it is idle.\n",
+            style="yellow",
+        )
     interrupted = False
     try:
         with progress() as bar:
