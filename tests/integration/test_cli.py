@@ -222,6 +222,13 @@ def test_demo_says_where_outputs_differ(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("bundled")
+@pytest.mark.parametrize("load", [0.0, 999.0])
+def test_demo_says_when_the_machine_is_busy(run: Run, monkeypatch: pytest.MonkeyPatch, load: float):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load), raising=False)
+    assert ("Other programs are using this machine" in run(*SMALL_DEMO).out) == (load > 0)
+
+
+@pytest.mark.usefixtures("bundled")
 def test_demo_with_a_window_that_leaves_nothing_out_says_so(run: Run):
     assert "too short for this window" in " ".join(run(*SMALL_DEMO, "--window", 4032).out.split())
 
