@@ -8,6 +8,37 @@ from dataclasses import dataclass
 from windowed_mtp.errors import WindowError
 
 
+def whole_number(name: str, value: int, *, least: int) -> int:
+    """Check a setting that must be a whole number.
+
+    Parameters
+    ----------
+    name : str
+        What to call it in an error.
+    value : int
+        An int, or anything that stands for one (a numpy integer).
+    least : int
+        Smallest value allowed.
+
+    Returns
+    -------
+    int
+        ``value`` as an int.
+
+    Raises
+    ------
+    WindowError
+        If it is not a whole number, or below ``least``.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise WindowError(f"{name} is {value!r}, but it must be a whole number; pass an integer.") from None
+    if number < least:
+        raise WindowError(f"{name} is {number}, but it must be at least {least}; pass a larger value.")
+    return number
+
+
 @dataclass(frozen=True)
 class SinkWindow:
     """Attention sinks plus a recent window: what a draft query may read.
@@ -41,14 +72,7 @@ class SinkWindow:
 
     def __post_init__(self) -> None:
         for name, least in (("sink", 0), ("window", 1), ("min_context", 0)):
-            value = getattr(self, name)
-            try:
-                value = operator.index(value)
-            except TypeError:
-                raise WindowError(f"{name} is {value!r}, but it must be a whole number; pass an integer.") from None
-            if value < least:
-                raise WindowError(f"{name} is {value}, but it must be at least {least}; pass a larger value.")
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least=least))
 
     @property
     def span(self) -> int:

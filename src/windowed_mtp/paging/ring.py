@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from typing import overload
 
 import torch
 
 from windowed_mtp.errors import WindowError
-from windowed_mtp.window import SinkWindow
+from windowed_mtp.window import SinkWindow, whole_number
 
 
 def ring_slots_per_sequence(window: SinkWindow, num_speculative_tokens: int) -> int:
@@ -114,7 +113,7 @@ def ring_kept(length: int, *, window: SinkWindow, num_speculative_tokens: int) -
         If ``length`` is negative or not a whole number, and as `ring_slots_per_sequence`.
     """
     ring_length = _ring_length(window, num_speculative_tokens)
-    length = _whole_number("length", length, least=0)
+    length = whole_number("length", length, least=0)
     sinks = min(window.sink, length)
     return [*range(sinks), *range(max(sinks, length - ring_length), length)]
 
@@ -126,24 +125,13 @@ def _ring_length(window: SinkWindow, num_speculative_tokens: int) -> int:
             f"min_context is {window.min_context}, but a ring keeps only sink + window = {window.span} keys; "
             f"lower min_context or keep all keys."
         )
-    return window.window + _whole_number("num_speculative_tokens", num_speculative_tokens, least=1)
+    return window.window + whole_number("num_speculative_tokens", num_speculative_tokens, least=1)
 
 
 def _integer(name: str, value: int | torch.Tensor) -> int | torch.Tensor:
     """Return a non-negative int, or an integer tensor as int64."""
     if not isinstance(value, torch.Tensor):
-        return _whole_number(name, value, least=0)
+        return whole_number(name, value, least=0)
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         raise WindowError(f"{name} is a {value.dtype} tensor, but it must hold integers; convert it.")
     return value.long()
-
-
-def _whole_number(name: str, value: int, *, least: int) -> int:
-    """Return ``value`` as an int of at least ``least``."""
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise WindowError(f"{name} is {value!r}, but it must be a whole number; pass an integer.") from None
-    if value < least:
-        raise WindowError(f"{name} is {value}, but it must be at least {least}; pass a larger value.")
-    return value
