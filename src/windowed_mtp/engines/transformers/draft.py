@@ -212,7 +212,7 @@ class DraftState:
         return [(a, b) for a, b in ranges if a < b]  # a short prompt leaves a layer without entries
 
     def _passes(self, start: int, end: int, blind: bool) -> Iterator[tuple[int, int]]:
-        """Split a range into passes: from an empty cache one causal pass up to where the window engages, no mask."""
+        """Split a range into passes; from an empty cache, unless blind, the first ends where the window engages."""
         if start == 0 and not blind:
             inert = end if self.window is None else max(self.window.span, self.window.min_context - 1)
             start = min(end, inert)

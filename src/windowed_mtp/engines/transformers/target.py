@@ -35,6 +35,7 @@ class Target:
         self.model = model
         self.cache = cache
         self.feature_layers = feature_layers
+        self._cache_argument = cache_argument(model)
         self._features: dict[int, Tensor] = {}
         self._handles: list[Any] = []
         self._mixers: list[Any] = []
@@ -167,7 +168,7 @@ class Target:
                 )
 
     def _forward(self, tokens: Tensor, logits_to_keep: int) -> tuple[Tensor, Tensor]:
-        cache = {cache_argument(self.model): self.cache}
+        cache = {self._cache_argument: self.cache}
         output = self.model(input_ids=tokens, use_cache=True, logits_to_keep=logits_to_keep, **cache)
         features = [self._features[i] for i in sorted(self._features)]
         self._features = {}

@@ -106,6 +106,7 @@ class MTPHead(DraftHead):
         self.embed = target.get_input_embeddings()
         self.lm_head = target.get_output_embeddings()
         self.rotary = getattr(decoder, "rotary_emb", None)
+        self.cache_argument = cache_argument(decoder.layers[0])  # the draft's blocks are of the same class
 
     @classmethod
     @abstractmethod
@@ -123,7 +124,7 @@ class MTPHead(DraftHead):
         kwargs: dict[str, Any] = {
             "attention_mask": kv.mask(hidden.shape[1], hidden.device),
             "position_ids": positions,
-            cache_argument(block): kv,
+            self.cache_argument: kv,
         }
         if self.rotary is not None:
             # Multimodal rotary embeddings take a position for each of time, height and width; text has the same three.

@@ -57,6 +57,7 @@ class Eagle3Head(DraftHead):
         self.embed = module["embed_tokens"] if "embed_tokens" in module else target.get_input_embeddings()
         self.lm_head = module["lm_head"] if "lm_head" in module else target.get_output_embeddings()
         self.rotary = LlamaRotaryEmbedding(config.layer).to(target.device)
+        self.cache_argument = cache_argument(module.get_submodule("midlayer.self_attn"))
 
     @classmethod
     def load(cls, target: PreTrainedModel, name: str) -> Eagle3Head:
@@ -139,7 +140,7 @@ class Eagle3Head(DraftHead):
             join(block["input_layernorm"](self.embed(tokens)), normed),
             position_embeddings=self.rotary(hidden, position_ids=positions),
             attention_mask=kv.mask(hidden.shape[1], hidden.device),
-            **{cache_argument(block["self_attn"]): kv},
+            **{self.cache_argument: kv},
         )
         residual = residual + attended
         recycled = residual + block["mlp"](block["post_attention_layernorm"](residual))
