@@ -19,3 +19,7 @@ class GenerationError(WindowedMTPError):
 
 class ResultError(WindowedMTPError):
     """A result file that cannot be written, or that is not one."""
+
+
+class VocabularyError(WindowedMTPError):
+    """A hot vocabulary that cannot be: a size or ids out of range, or a file made with another tokenizer."""
