@@ -63,6 +63,20 @@ def test_live_columns_only_leaves_the_others():
     assert torch.equal(out_lens, new_lens)
 
 
+def test_running_starts_do_for_counts():
+    from windowed_mtp.paging.triton import compact_block_table_, window_params
+
+    table, lens, queries = random_batch(1, 500, 3000, 16)
+    starts = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int()
+    policy = SinkWindow(64, 4032)
+    out_table, out_lens = torch.empty_like(table), torch.empty_like(lens)
+    params = window_params(policy, device="cuda")
+    compact_block_table_(table, lens, starts, out_table, out_lens, params, block_size=16, query_starts=True)
+    new_table, new_lens = compact_block_table(table, lens, queries, block_size=16, window=policy)
+    assert torch.equal(out_table, new_table)
+    assert torch.equal(out_lens, new_lens)
+
+
 def test_a_captured_graph_follows_new_windows_and_new_rows():
     from windowed_mtp.paging.triton import compact_block_table_, window_params
 

@@ -7,7 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windowed_mtp.paging import compact_block_table, ring_kept, ring_slot, ring_slots_per_sequence
+from windowed_mtp.paging import (
+    compact_block_table,
+    dropped_blocks,
+    may_drop,
+    ring_kept,
+    ring_slot,
+    ring_slots_per_sequence,
+    windowed_length,
+    windowed_length_bound,
+)
 from windowed_mtp.window import SinkWindow
 
 WINDOWS = st.builds(SinkWindow, sink=st.integers(0, 20), window=st.integers(1, 30), min_context=st.integers(0, 90))
@@ -53,6 +62,28 @@ def test_every_query_finds_its_window_and_little_else(
             assert len(read) - len(asked) <= q - 1 + 2 * (block_size - 1)
         if length == s:
             assert blocks == table[row].tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(WINDOWS, batches())
+def test_lengths_on_the_host_are_those_of_the_table(window: SinkWindow, batch: tuple[int, list[tuple[int, int]]]):
+    block_size, rows = batch
+    table = torch.zeros(len(rows), -(-max(s for s, _ in rows) // block_size), dtype=torch.int32)
+    lens, queries = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
+    _, new_lens = compact_block_table(table, lens, queries, block_size=block_size, window=window)
+    policy = {"block_size": block_size, "window": window}
+    assert new_lens.tolist() == [windowed_length(s, q, **policy) for s, q in rows]
+
+
+@settings(max_examples=200, deadline=None)
+@given(WINDOWS, st.sampled_from([1, 2, 3, 4, 8, 16]), st.integers(1, 120), st.integers(1, 9))
+def test_bounds_hold_for_every_shorter_row(window: SinkWindow, block_size: int, length: int, query_len: int):
+    policy = {"block_size": block_size, "window": window}
+    passes = [(s, q) for s in range(1, length + 1) for q in range(1, min(s, query_len) + 1)]
+    longest = max(windowed_length(s, q, **policy) for s, q in passes)
+    bound = windowed_length_bound(length, query_len, **policy)
+    assert longest <= bound <= longest + block_size + query_len
+    assert may_drop(length, **policy) == any(dropped_blocks(s, q, **policy) for s, q in passes)
 
 
 class Ring:

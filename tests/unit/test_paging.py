@@ -223,6 +223,17 @@ class TestKernel:
             assert torch.equal(out_table, new_table)
             assert torch.equal(out_lens, new_lens)
 
+    def test_running_starts_do_for_counts(self, kernel: ModuleType):
+        table, lens, queries = random_batch(6, 100, 20, 4)
+        starts = torch.nn.functional.pad(queries.cumsum(0), (1, 5)).int()
+        params = kernel.window_params(SinkWindow(3, 9), device="cpu")
+        made = [(torch.empty_like(table), torch.empty_like(lens)) for _ in range(2)]
+        kernel.compact_block_table_(table, lens, queries, *made[0], params, block_size=4)
+        kernel.compact_block_table_(table, lens, starts, *made[1], params, block_size=4, query_starts=True)
+        assert torch.equal(made[0][0], made[1][0]) and torch.equal(made[0][1], made[1][1])
+        with refused("query_lens has 100 starts, but block_table has 100 rows; pass one start more than rows."):
+            kernel.compact_block_table_(table, lens, starts[:100], *made[1], params, block_size=4, query_starts=True)
+
     @pytest.mark.parametrize(("rows", "columns", "out_columns"), [(0, 4, 4), (3, 0, 4), (3, 0, 0)])
     def test_an_empty_table(self, kernel: ModuleType, rows: int, columns: int, out_columns: int):
         table, lens = torch.zeros(rows, columns, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)

@@ -52,6 +52,7 @@ def compact_block_table_(
     *,
     block_size: int,
     live_columns_only: bool = False,
+    query_starts: bool = False,
 ) -> None:
     """Window each row of a block table into buffers that the caller owns.
 
@@ -65,7 +66,8 @@ def compact_block_table_(
     seq_lens : torch.Tensor
         ``[R]`` int32, contiguous, entries of each row, this pass's queries included.
     query_lens : torch.Tensor
-        ``[R]`` int32, contiguous, queries of each row in this pass.
+        ``[R]`` int32, contiguous, queries of each row in this pass; with ``query_starts`` ``[>= R + 1]``, where each
+        row's queries start among those of the pass (vLLM's ``query_start_loc``).
     out_table : torch.Tensor
         ``[>= R, >= C]`` int32, written: rows from ``R`` on are left as they are, columns that would come from past the
         end of the source are 0. Rows may be strided, columns must be adjacent.
@@ -86,7 +88,16 @@ def compact_block_table_(
         storage with an input (programs read what others write), or if the tensors are on the CPU while the kernel is
         not interpreted.
     """
-    block_size = check_rows(block_table, seq_lens, query_lens, block_size)
+    counts = query_lens[1:] if query_starts else query_lens
+    if query_starts:
+        check_tensor("query_lens", query_lens, dim=1, device=block_table.device)
+        if counts.shape[0] < block_table.shape[0]:
+            raise WindowError(
+                f"query_lens has {query_lens.shape[0]} starts, but block_table has {block_table.shape[0]} rows; "
+                f"pass one start more than rows."
+            )
+        counts = counts[: block_table.shape[0]]
+    block_size = check_rows(block_table, seq_lens, counts, block_size)
     _check_buffers(block_table, seq_lens, query_lens, out_table, out_lens, params)
     num_rows, num_columns = block_table.shape
     out_columns = out_table.shape[1]
@@ -104,6 +115,7 @@ def compact_block_table_(
         out_columns,
         BLOCK_SIZE=block_size,
         LIVE_ONLY=live_columns_only,
+        STARTS=query_starts,
         COLUMNS=COLUMNS_PER_PROGRAM,
     )
 
@@ -123,12 +135,15 @@ def _compact_rows(
     out_columns: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
     LIVE_ONLY: tl.constexpr,
+    STARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     """Program ``(r, k)`` writes columns ``k * COLUMNS ..`` of row ``r``; those with ``k = 0`` its length too."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(seq_lens + row).to(tl.int64)
     query_len = tl.load(query_lens + row).to(tl.int64)
+    if STARTS:
+        query_len = tl.load(query_lens + row + 1).to(tl.int64) - query_len
     sink = tl.load(policy).to(tl.int64)
     window = tl.load(policy + 1).to(tl.int64)
     min_context = tl.load(policy + 2).to(tl.int64)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windowed_mtp.paging import compact_block_table
+from windowed_mtp.paging import compact_block_table, may_drop, windowed_length, windowed_length_bound
 from windowed_mtp.window import SinkWindow
 
 
@@ -35,7 +35,7 @@ class Windowing:
     def __init__(
         self, window: SinkWindow, block_size: int, graphs: bool, max_rows: int = 0, exact_above: int | None = None
     ) -> None:
-        self.window = window
+        self._window = window
         self.block_size = block_size
         self.graphs = graphs
         self.max_rows = max_rows
@@ -46,24 +46,18 @@ class Windowing:
         self._lens: Tensor | None = None
         self._source: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def bound(self, seq_len: int, query_len: int) -> int:
-        """Upper bound of a row's windowed length, given upper bounds of its length and its number of queries.
+    @property
+    def window(self) -> SinkWindow:
+        """What a draft query reads; a new value holds from the next pass on, in captured graphs as well."""
+        return self._window
 
-        The windowed length is a sawtooth in the length, so the bound is not the windowed length of the bound.
-        """
-        block, window = self.block_size, self.window
-        if seq_len < window.min_context:
-            return seq_len
-        most = -(-window.sink // block) * block + window.window + query_len - 1 + block - 1
-        return min(seq_len, max(most, window.min_context))
+    @window.setter
+    def window(self, window: SinkWindow) -> None:
+        self._window = window
+        if self._params is not None:
+            from windowed_mtp.paging.triton import window_params
 
-    def length(self, seq_len: int, query_len: int) -> int:
-        """Windowed length of a row, as the kernel computes it."""
-        if seq_len < self.window.min_context:
-            return seq_len
-        sink_blocks = -(-self.window.sink // self.block_size)
-        first_block = (seq_len - query_len + 1 - self.window.window) // self.block_size
-        return seq_len - max(0, first_block - sink_blocks) * self.block_size
+            self._params.copy_(window_params(window, device=self._params.device))
 
     def __call__(self, common: Any) -> Any:
         """Window one batch.
@@ -76,14 +70,14 @@ class Windowing:
         Returns
         -------
         CommonAttentionMetadata
-            The same object where no row can engage (outside full CUDA graphs), else a changed copy.
+            The same object where no row can lose a block (outside full CUDA graphs), else a changed copy.
         """
         self.passes += 1
         longest = common.max_seq_len
         upper = getattr(common, "seq_lens_cpu_upper_bound", None)
         if upper is not None and upper.numel():
             longest = min(longest, int(upper.max()))
-        if not self.graphs and not self.window.engages(longest):
+        if not self.graphs and not may_drop(longest, block_size=self.block_size, window=self.window):
             self._source = None
             return common
         self.windowed += 1
@@ -94,7 +88,7 @@ class Windowing:
         changes = {
             "seq_lens": lens,
             "block_table_tensor": table,
-            "max_seq_len": self.bound(common.max_seq_len, common.max_query_len),
+            "max_seq_len": windowed_length_bound(common.max_seq_len, common.max_query_len, **self._policy),
         }
         if upper is not None:
             changes["seq_lens_cpu_upper_bound"] = self._host_lens(common, upper)
@@ -105,20 +99,23 @@ class Windowing:
             changes["mm_req_doc_ranges"] = None  # in positions of the whole sequence, which the rows no longer have
         return common.replace(**changes)
 
+    @property
+    def _policy(self) -> dict[str, Any]:
+        return {"block_size": self.block_size, "window": self.window}
+
     def _host_lens(self, common: Any, upper: Tensor) -> Tensor:
         """Windowed lengths on the host: exact where the given ones are, upper bounds elsewhere."""
-        lens, rows = upper.tolist(), upper.shape[0]
-        made = [self.bound(length, common.max_query_len) for length in lens]
+        rows = upper.shape[0]
         starts, prefilling = getattr(common, "query_start_loc_cpu", None), getattr(common, "is_prefilling", None)
-        if starts is not None:
-            queries = starts[: rows + 1].diff().tolist()
-            exact = [self.exact_above is not None and count > self.exact_above for count in queries]
-            if prefilling is not None and prefilling.device.type == "cpu":
-                exact = [one or other for one, other in zip(exact, prefilling[:rows].tolist(), strict=True)]
-            made = [
-                self.length(length, count) if known else most
-                for length, count, known, most in zip(lens, queries, exact, made, strict=True)
-            ]
+        known = prefilling is not None and prefilling.device.type == "cpu"
+        counts = [0] * rows if starts is None else starts[: rows + 1].diff().tolist()
+        exact = prefilling[:rows].tolist() if known else [False] * rows
+        made = []
+        for length, count, prefill in zip(upper.tolist(), counts, exact, strict=True):
+            if count and (prefill or (self.exact_above is not None and count > self.exact_above)):
+                made.append(windowed_length(length, count, **self._policy))
+            else:
+                made.append(windowed_length_bound(length, common.max_query_len, **self._policy))
         return torch.tensor(made, dtype=upper.dtype)
 
     def refresh(self) -> None:
@@ -127,7 +124,6 @@ class Windowing:
             return
         table, lens, starts = self._source
         out_table, out_lens = self._buffers(table, lens)
-        query_lens = starts[1 : lens.shape[0] + 1] - starts[: lens.shape[0]]
         if table.is_cuda:
             from windowed_mtp.paging.triton import compact_block_table_, window_params
 
@@ -136,14 +132,16 @@ class Windowing:
             compact_block_table_(
                 table,
                 lens,
-                query_lens,
+                starts,
                 out_table,
                 out_lens,
                 self._params,
                 block_size=self.block_size,
                 live_columns_only=True,
+                query_starts=True,
             )
             return
+        query_lens = starts[1 : lens.shape[0] + 1] - starts[: lens.shape[0]]
         new_table, new_lens = compact_block_table(
             table, lens, query_lens, block_size=self.block_size, window=self.window
         )
