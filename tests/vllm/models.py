@@ -25,26 +25,53 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _layer(prefix: str, generator: torch.Generator, inputs: int, strength: float) -> dict[str, Tensor]:
-    """A decoder layer's tensors; ``strength`` is the size of what it adds."""
-    shapes = {
-        "self_attn.q_proj": (HEADS * HEAD_DIM, inputs, 2.0),
-        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, inputs, 2.0),
-        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, inputs, 1.0),
-        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM, strength),
-        "mlp.gate_proj": (INTERMEDIATE, HIDDEN, 1.0),
-        "mlp.up_proj": (INTERMEDIATE, HIDDEN, 1.0),
-        "mlp.down_proj": (HIDDEN, INTERMEDIATE, strength),
-    }
-    made = {
+def random(prefix: str, shapes: dict[str, tuple[int, int, float]], generator: torch.Generator) -> dict[str, Tensor]:
+    """Matrices by name, each of so many rows and columns, that make numbers of about this size from numbers of one."""
+    return {
         f"{prefix}{name}.weight": torch.randn(rows, columns, generator=generator) * scale * columns**-0.5
         for name, (rows, columns, scale) in shapes.items()
     }
-    norms = ("input_layernorm", "post_attention_layernorm")
-    return made | {f"{prefix}{name}.weight": torch.ones(HIDDEN) for name in norms}
 
 
-def _save(folder: Path, tensors: dict[str, Tensor], **config: Any) -> str:
+def attention(prefix: str, generator: torch.Generator, inputs: int, strength: float) -> dict[str, Tensor]:
+    """A layer's attention; ``strength`` is the size of what it adds."""
+    shapes = {
+        "q_proj": (HEADS * HEAD_DIM, inputs, 2.0),
+        "k_proj": (KV_HEADS * HEAD_DIM, inputs, 2.0),
+        "v_proj": (KV_HEADS * HEAD_DIM, inputs, 1.0),
+        "o_proj": (HIDDEN, HEADS * HEAD_DIM, strength),
+    }
+    return random(f"{prefix}self_attn.", shapes, generator)
+
+
+def mlp(prefix: str, generator: torch.Generator, width: int, strength: float) -> dict[str, Tensor]:
+    """A gated MLP; ``strength`` is the size of what it adds."""
+    shapes = {
+        "gate_proj": (width, HIDDEN, 1.0),
+        "up_proj": (width, HIDDEN, 1.0),
+        "down_proj": (HIDDEN, width, strength),
+    }
+    return random(prefix, shapes, generator)
+
+
+def norms(prefix: str) -> dict[str, Tensor]:
+    """A layer's two norms."""
+    return {f"{prefix}{name}.weight": torch.ones(HIDDEN) for name in ("input_layernorm", "post_attention_layernorm")}
+
+
+def layer(prefix: str, generator: torch.Generator, inputs: int, strength: float) -> dict[str, Tensor]:
+    """A decoder layer's tensors; ``strength`` is the size of what it adds."""
+    parts = attention(prefix, generator, inputs, strength), mlp(f"{prefix}mlp.", generator, INTERMEDIATE, strength)
+    return {**parts[0], **parts[1], **norms(prefix)}
+
+
+def followed_by(generator: torch.Generator) -> Tensor:
+    """``[VOCAB]``: the token that each token follows, a permutation."""
+    return torch.randperm(VOCAB, generator=generator).argsort()
+
+
+def save(folder: Path, tensors: dict[str, Tensor], **config: Any) -> str:
+    """Write a checkpoint in bfloat16; ``config`` goes over `CONFIG`."""
     folder.mkdir(parents=True)
     save_file({name: t.bfloat16().contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
@@ -56,25 +83,24 @@ def llama_with_eagle3() -> tuple[str, str]:
     """Folders of the target and of its drafter, made once a process."""
     folder, generator = Path(tempfile.mkdtemp(prefix="tiny-llama-eagle3-")), torch.Generator().manual_seed(0)
     embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
-    follower = torch.randperm(VOCAB, generator=generator)
-    before = follower.argsort()  # the token that a token follows
+    before = followed_by(generator)
     target = {
         "model.embed_tokens.weight": embedding,
         "model.norm.weight": torch.ones(HIDDEN),
         "lm_head.weight": embedding[before],
     }
     for index in range(LAYERS):
-        target |= _layer(f"model.layers.{index}.", generator, HIDDEN, strength=0.2)
+        target |= layer(f"model.layers.{index}.", generator, HIDDEN, strength=0.2)
     drafter = {
         "fc.weight": torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, 2 * HIDDEN)], dim=1),
         "norm.weight": torch.ones(HIDDEN),
         "midlayer.hidden_norm.weight": torch.ones(HIDDEN),
         "lm_head.weight": embedding[before[before]],
-        **_layer("midlayer.", generator, 2 * HIDDEN, strength=3.0),
+        **layer("midlayer.", generator, 2 * HIDDEN, strength=3.0),
     }
     return (
-        _save(folder / "target", target, architectures=["LlamaForCausalLM"], num_hidden_layers=LAYERS),
-        _save(
+        save(folder / "target", target, architectures=["LlamaForCausalLM"], num_hidden_layers=LAYERS),
+        save(
             folder / "eagle3", drafter, architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1,
             draft_vocab_size=VOCAB, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
         ),
