@@ -10,11 +10,55 @@ from windowed_mtp.errors import WindowedMTPError, WindowError
 from windowed_mtp.window import SinkWindow
 
 KEY = "windowed_mtp"
-_KINDS = {"sink": int, "window": int, "min_context": int, "window_first_pass": bool, "strict": bool}
+_KINDS = {
+    "sink": int,
+    "window": int,
+    "min_context": int,
+    "window_first_pass": bool,
+    "strict": bool,
+    "hot_vocabulary": Mapping,
+}
+_SAID = {int: "a whole number", bool: "true or false", Mapping: 'an object such as {"size": 32768, "file": "hot.json"}'}
 
 
 class PluginError(WindowedMTPError):
     """A window that was asked for and cannot be put in force."""
+
+
+@dataclass(frozen=True)
+class HotVocabularyConfig:
+    """Which rows of its output head a draft looks at.
+
+    Attributes
+    ----------
+    size : int
+        Number of rows.
+    file : str
+        A ranking made by ``windowed-mtp vocab count``.
+    """
+
+    size: int
+    file: str
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> HotVocabularyConfig:
+        """Read the settings.
+
+        Raises
+        ------
+        PluginError
+            If a key is unknown or missing, or a value is of the wrong type or impossible.
+        """
+        place = f'additional_config["{KEY}"]["hot_vocabulary"]'
+        for name in given:
+            if name not in ("size", "file"):
+                raise PluginError(f"{place} has an unknown key {name!r}; known are size, file.")
+        size, file = given.get("size"), given.get("file")
+        if type(size) is not int or size < 1:
+            raise PluginError(f'{place}["size"] is {size!r}, but it must be a whole number of at least 1.')
+        if not isinstance(file, str) or not file:
+            raise PluginError(f'{place}["file"] is {file!r}, but it must name a file of windowed-mtp vocab count.')
+        return cls(size, file)
 
 
 @dataclass(frozen=True)
@@ -29,11 +73,14 @@ class PluginConfig:
         Whether the pass over the verified tokens is windowed too, or only the passes after it.
     strict : bool
         Whether a window that cannot be put in force stops the engine; else it is a warning.
+    hot_vocabulary : HotVocabularyConfig or None
+        Which rows of its output head the draft looks at; all, if ``None``.
     """
 
     window: SinkWindow
     window_first_pass: bool = True
     strict: bool = True
+    hot_vocabulary: HotVocabularyConfig | None = None
 
     @classmethod
     def read(cls, additional_config: Any) -> PluginConfig | None:
@@ -66,10 +113,12 @@ class PluginConfig:
                 raise PluginError(
                     f'additional_config["{KEY}"] has an unknown key {name!r}; known are {", ".join(_KINDS)}.'
                 )
-            if type(value) is not _KINDS[name]:
-                kind = "true or false" if _KINDS[name] is bool else "a whole number"
-                raise PluginError(f'additional_config["{KEY}"]["{name}"] is {value!r}, but it must be {kind}.')
+            kind = _KINDS[name]
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                raise PluginError(f'additional_config["{KEY}"]["{name}"] is {value!r}, but it must be {_SAID[kind]}.')
         own = {name: given[name] for name in ("window_first_pass", "strict") if name in given}
+        if "hot_vocabulary" in given:
+            own["hot_vocabulary"] = HotVocabularyConfig.read(given["hot_vocabulary"])
         try:
             window = SinkWindow(**{name: value for name, value in given.items() if name not in own})
         except WindowError as error:

@@ -107,9 +107,10 @@ class Windowing:
         """Windowed lengths on the host: exact where the given ones are, upper bounds elsewhere."""
         rows = upper.shape[0]
         starts, prefilling = getattr(common, "query_start_loc_cpu", None), getattr(common, "is_prefilling", None)
-        known = prefilling is not None and prefilling.device.type == "cpu"
         counts = [0] * rows if starts is None else starts[: rows + 1].diff().tolist()
-        exact = prefilling[:rows].tolist() if known else [False] * rows
+        exact = [False] * rows
+        if prefilling is not None and prefilling.device.type == "cpu":
+            exact = prefilling[:rows].tolist()
         made = []
         for length, count, prefill in zip(upper.tolist(), counts, exact, strict=True):
             if count and (prefill or (self.exact_above is not None and count > self.exact_above)):
