@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
 from windowed_mtp import __version__
+from windowed_mtp.cli import vocab
 from windowed_mtp.cli.demo import demo
 from windowed_mtp.cli.generate import generate
 from windowed_mtp.cli.output import errors
@@ -26,9 +27,19 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS: dict[str, Callable[..., int]] = {"demo": demo, "generate": generate, "verify-lossless": verify_lossless}
-for name, command in COMMANDS.items():
-    paragraphs = (command.__doc__ or "").split("\n\n")
-    app.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(command)
+
+
+def _add(group: typer.Typer, commands: Mapping[str, Callable[..., int]]) -> None:
+    """Add commands to a group, each with its docstring as its help."""
+    for name, command in commands.items():
+        paragraphs = (command.__doc__ or "").split("\n\n")
+        group.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(command)
+
+
+_add(app, COMMANDS)
+vocab_app = typer.Typer(rich_markup_mode="rich")
+_add(vocab_app, vocab.COMMANDS)
+app.add_typer(vocab_app, name="vocab", help="Hot vocabularies: the tokens that a draft may propose.")
 
 
 def _show_version(value: bool) -> None:

@@ -86,7 +86,7 @@ class HotVocabulary(Record):
                 )
         if len(self.counts) != len(self.ranked):
             raise ValueError(f"there are {len(self.ranked)} ranked tokens, but {len(self.counts)} counts")
-        if any(a < b for a, b in zip(self.counts, self.counts[1:], strict=False)) or 0 in self.counts[-1:]:
+        if any(a < b for a, b in zip(self.counts, (*self.counts[1:], 1), strict=False)):
             raise ValueError("counts must be above 0 and must not grow")
         return self
 

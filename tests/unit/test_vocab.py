@@ -1,0 +1,197 @@
+"""The hot vocabulary: sets of an exact size, files that belong to one tokenizer, and counts in bounded memory."""
+
+import io
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from windowed_mtp.errors import VocabularyError
+from windowed_mtp.reference import checkpoint_path
+from windowed_mtp.vocab import HotVocabulary, OnlineCounts, TokenizerIdentity, hot_ids
+from windowed_mtp.vocab.count import count_tokens, pieces
+
+
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(checkpoint_path())
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> HotVocabulary:
+    return HotVocabulary.from_counts({9: 5, 4: 7, 2000: 5, 30: 0, 6: 1}, tokenizer=tokenizer())
+
+
+@given(st.data())
+def test_the_size_is_exact_and_the_order_of_claims_is_kept(data: st.DataObject):
+    vocab_size = data.draw(st.integers(1, 40))
+    some = st.lists(st.integers(0, vocab_size - 1), unique=True, max_size=12)
+    ranked, special, always = data.draw(some), data.draw(some), data.draw(some)
+    size = data.draw(st.integers(max(1, len({*special, *always})), vocab_size))
+    hot = hot_ids(size, vocab_size, ranked, special=special, always=always + always)
+    assert hot == sorted(set(hot)) and len(hot) == size
+    claims = list(dict.fromkeys([*special, *always, *ranked, *range(vocab_size)]))
+    assert set(hot) == set(claims[:size])
+    assert hot_ids(vocab_size, vocab_size, ranked, special=special, always=always) == list(range(vocab_size))
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "message"),
+    [
+        (0, {}, "is 0, but it must be from 1 to the model's 8 tokens"),
+        (9, {}, "is 9, but"),
+        (2.5, {}, "must be a whole number"),
+        (4, {"ranked": [8]}, "has token 8, but the model's 8 tokens are 0 to 7"),
+        (4, {"special": [-1]}, "has token -1"),
+        (4, {"always": [11]}, "has token 11"),
+        (2, {"special": [1], "always": [2, 3]}, "of 2 cannot hold the 3 tokens"),
+    ],
+)
+def test_bad_sizes_and_ids(size: Any, options: dict[str, Any], message: str):
+    with pytest.raises(VocabularyError, match=message) as error:
+        hot_ids(size, 8, **options)
+    assert isinstance(error.value, ValueError)
+
+
+def test_ranking_by_counts(vocabulary: HotVocabulary):
+    assert vocabulary.ranked == (4, 9, 2000, 6) and vocabulary.counts == (7, 5, 5, 1)
+    assert vocabulary.special == (0,)
+    assert vocabulary.ids(3, 2048) == [0, 4, 9]
+    assert vocabulary.ids(4, 2048, always=[77]) == [0, 4, 9, 77]
+    assert vocabulary.ids(7, 2048) == [0, 1, 2, 4, 6, 9, 2000]
+    assert vocabulary.ids(2100, 2100) == list(range(2100)), "an output head may have more rows than the tokenizer ids"
+    assert vocabulary.coverage(3) == 12 / 18 and vocabulary.coverage(2048) == 1
+
+
+def test_a_file_comes_back_as_it_was(vocabulary: HotVocabulary, tmp_path: Path):
+    vocabulary.save(tmp_path / "hot.json")
+    assert HotVocabulary.load(tmp_path / "hot.json") == vocabulary
+    assert [path.name for path in tmp_path.iterdir()] == ["hot.json"]
+
+
+def test_a_failed_save_leaves_the_old_file(vocabulary: HotVocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    vocabulary.save(tmp_path / "hot.json")
+    before = (tmp_path / "hot.json").read_bytes()
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(VocabularyError, match="No space left"):
+        vocabulary.save(tmp_path / "hot.json")
+    assert (tmp_path / "hot.json").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["hot.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranked": [4, 4, 2000, 6]}, "ranked has a token twice"),
+        ({"ranked": [4, 9, 2048, 6]}, "ranked has a token outside of the tokenizer's 2048"),
+        ({"ranked": [4, -9, 2000, 6]}, "ranked has a token outside"),
+        ({"special": [2048]}, "special has a token outside"),
+        ({"counts": [7]}, "4 ranked tokens, but 1 counts"),
+        ({"counts": [7, 5, 6, 1]}, "must not grow"),
+        ({"schema_version": 2}, "schema_version"),
+        ({"surprise": 1}, "surprise"),
+        (None, "Invalid JSON"),
+    ],
+)
+def test_bad_files(vocabulary: HotVocabulary, tmp_path: Path, change: dict[str, Any] | None, message: str):
+    path = tmp_path / "hot.json"
+    path.write_text("no" if change is None else json.dumps({**json.loads(vocabulary.model_dump_json()), **change}))
+    with pytest.raises(VocabularyError, match=message):
+        HotVocabulary.load(path)
+
+
+def test_bad_counts():
+    for counts in ({2048: 1}, {-1: 1}, {3: -1}):
+        with pytest.raises(VocabularyError, match="the counts make no hot vocabulary"):
+            HotVocabulary.from_counts(counts, tokenizer=tokenizer())
+
+
+def test_files_that_cannot_be_read(tmp_path: Path):
+    with pytest.raises(VocabularyError, match="No such file"):
+        HotVocabulary.load(tmp_path / "hot.json")
+    (tmp_path / "hot.json").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(VocabularyError, match="not text"):
+        HotVocabulary.load(tmp_path / "hot.json")
+
+
+def test_another_tokenizer_is_refused(vocabulary: HotVocabulary):
+    vocabulary.check_tokenizer(tokenizer())
+    renamed = tokenizer()
+    renamed.name_or_path = "elsewhere"
+    vocabulary.check_tokenizer(renamed)
+    vocabulary.check_tokenizer(TokenizerIdentity.of(renamed))
+    larger, special = tokenizer(), tokenizer()
+    larger.add_tokens(["<one more>"])
+    special.add_special_tokens({"eos_token": special.convert_ids_to_tokens(5)})
+    for other in (larger, special):
+        with pytest.raises(VocabularyError, match="was made with the tokenizer of"):
+            vocabulary.check_tokenizer(other)
+
+
+def test_texts_are_counted_in_pieces():
+    text = "import os\n" * 7 + "x" * 50 + "\nend"
+    assert "".join(pieces(io.StringIO(text), 16)) == text
+    assert all(piece.endswith("\n") for piece in pieces(io.StringIO("ab\n" * 40), 16))
+    assert max(map(len, pieces(io.StringIO(text), 16))) <= 32
+    ids = tokenizer()(text, add_special_tokens=False).input_ids
+    assert count_tokens(tokenizer(), [text]) == Counter(ids)
+
+
+def test_online_counts_refresh_by_the_number_of_tokens():
+    counts = OnlineCounts(special=[1], interval=4)
+    assert counts.ids(3, 10) == [0, 1, 2] and counts.version == 0
+    assert not counts.update([7, 7, 5])
+    assert counts.ids(3, 10) == [0, 1, 2], "nothing changes between refreshes"
+    assert counts.update([9]) and counts.version == 1
+    assert counts.ids(3, 10) == [1, 5, 7]
+    assert counts.update([8] * 8) and counts.version == 3
+    assert counts.ids(2, 10) == [1, 8]
+
+
+def test_online_counts_are_the_same_however_they_come(vocabulary: HotVocabulary):
+    stream = [n * n % 37 for n in range(500)]
+    at_once, singly = OnlineCounts(vocabulary, interval=64), OnlineCounts(vocabulary, interval=64)
+    at_once.update(stream)
+    for token in stream:
+        singly.update([token])
+    assert at_once.version == singly.version == 7
+    assert all(at_once.ids(size, 2048) == singly.ids(size, 2048) for size in range(1, 60))
+
+
+def test_online_counts_fall_back_on_the_base(vocabulary: HotVocabulary):
+    counts = OnlineCounts(vocabulary, interval=2)
+    assert counts.ids(3, 2048) == vocabulary.ids(3, 2048)
+    counts.update([70, 70])
+    assert counts.ids(3, 2048) == [0, 4, 70]
+
+
+def test_online_counts_are_bounded_and_forget():
+    counts = OnlineCounts(interval=8, capacity=5)
+    for token in range(1000):
+        counts.update([token])
+        assert len(counts) <= 5 + 8
+    old = OnlineCounts(interval=8, decay=0.5)
+    old.update([3] * 16 + [4] * 16)
+    assert old.ids(1, 10) == [4], "as many, but more recent"
+    kept = OnlineCounts(interval=8, decay=1.0)
+    kept.update([3] * 24 + [4] * 16)
+    assert kept.ids(1, 10) == [3]
+
+
+@pytest.mark.parametrize("options", [{"interval": 0}, {"capacity": 0}, {"interval": 1.5}, {"decay": 0}, {"decay": 1.1}])
+def test_bad_options_of_online_counts(options: dict[str, Any]):
+    with pytest.raises(VocabularyError, match=f"{next(iter(options))} is"):
+        OnlineCounts(**options)
+
+
+def test_bad_emitted_ids():
+    with pytest.raises(VocabularyError, match="token -1"):
+        OnlineCounts().update([3, -1])
+    counts = OnlineCounts(interval=1)
+    counts.update([12])
+    with pytest.raises(VocabularyError, match="has token 12, but the model's 10"):
+        counts.ids(2, 10)
