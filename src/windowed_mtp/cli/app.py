@@ -12,6 +12,7 @@ from rich.text import Text
 
 from windowed_mtp import __version__
 from windowed_mtp.cli import vocab
+from windowed_mtp.cli.bench import bench
 from windowed_mtp.cli.demo import demo
 from windowed_mtp.cli.generate import generate
 from windowed_mtp.cli.output import errors
@@ -26,7 +27,12 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS: dict[str, Callable[..., int]] = {"demo": demo, "generate": generate, "verify-lossless": verify_lossless}
+COMMANDS: dict[str, Callable[..., int]] = {
+    "demo": demo,
+    "generate": generate,
+    "verify-lossless": verify_lossless,
+    "bench": bench,
+}
 
 
 def _add(group: typer.Typer, commands: Mapping[str, Callable[..., int]]) -> None:

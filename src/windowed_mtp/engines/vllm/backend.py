@@ -38,6 +38,11 @@ def windowed_backend(base: type[Any], config: PluginConfig) -> type[Any]:
     return type(f"Windowed{base.__name__}", (base,), body)
 
 
+def base_backend(backend: type[Any]) -> type[Any]:
+    """Give the backend that a windowed one was derived from; another is given back."""
+    return backend.__bases__[0] if backend.__name__.startswith("Windowed") else backend
+
+
 def windowed_builder(base: type[Any], config: PluginConfig) -> type[Any]:
     """Derive a metadata builder that windows what it is given.
 

@@ -15,6 +15,8 @@ from windowed_mtp.vocab import HotVocabulary
 METHODS = ("mtp", "eagle", "eagle3")
 """Drafters whose output head is the target's, or one like it."""
 
+_HELD = "windowed_mtp_hot_logits"
+
 
 class HotRows:
     """The hot rows of an output head, in buffers with fixed addresses.
@@ -178,6 +180,7 @@ def install_hot_head(runner: Any, config: HotVocabularyConfig) -> list[HotLogits
     installed = [HotLogits(processor, rows) for processor in processors]
     for each in installed:
         each.put_on()
+    setattr(runner, _HELD, installed)
     logger.info_once(
         "Hot vocabulary: the draft's output head reads %d of %d rows, a copy of %.1f MB a rank.",
         len(ids),
@@ -185,6 +188,13 @@ def install_hot_head(runner: Any, config: HotVocabularyConfig) -> list[HotLogits
         sum(each.num_bytes for each in rows) / 1e6,
     )
     return installed
+
+
+def remove_hot_head(runner: Any) -> None:
+    """Let a runner's drafter look at every row again."""
+    for each in getattr(runner, _HELD, ()):
+        each.take_off()
+    setattr(runner, _HELD, [])
 
 
 def why_not(runner: Any, model: Any, shared: Sequence[bool], heads: Sequence[Any]) -> str | None:
