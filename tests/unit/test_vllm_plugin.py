@@ -2,22 +2,24 @@
 
 import dataclasses
 import importlib
+import multiprocessing
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import windowed_mtp.engines.vllm as plugin
 from windowed_mtp import SinkWindow
 from windowed_mtp.engines.vllm.backend import windowed_backend
 from windowed_mtp.engines.vllm.config import PluginConfig, PluginError
 from windowed_mtp.engines.vllm.imports import when_imported
-from windowed_mtp.engines.vllm.install import why_not
+from windowed_mtp.engines.vllm.install import install, uninstall, why_not
 from windowed_mtp.engines.vllm.windowing import Windowing
 from windowed_mtp.paging import compact_block_table
 
@@ -244,29 +246,91 @@ def test_layers_that_are_left_alone_say_why(changes: dict[str, Any], match: str 
     config.parallel_config.decode_context_parallel_size = 2
     assert why_not(layer, config) is not None
     assert why_not(SimpleNamespace(), config) is not None
+    config.parallel_config.decode_context_parallel_size = 1
+    config.model_config = SimpleNamespace(rswa_window=128)
+    assert "R-SWA" in str(why_not(SimpleNamespace(attn_backend=Backend), config))
 
 
-def test_installing_and_taking_off():
-    from windowed_mtp.engines.vllm.install import install, uninstall
-
-    calls: list[str] = []
+def runner_module() -> Any:
+    """A module with a runner that notes its calls."""
 
     class GPUModelRunner:
         vllm_config = SimpleNamespace(additional_config={})
+        calls: ClassVar[list[str]] = []
 
         def initialize_kv_cache(self, name: str) -> None:
-            calls.append(name)
+            self.calls.append(name)
 
-    module = ModuleType("runner")
+    module: Any = ModuleType("runner")
     module.GPUModelRunner = GPUModelRunner
-    original = GPUModelRunner.initialize_kv_cache
+    return module
+
+
+@pytest.mark.parametrize(
+    ("process", "stays"),
+    [("MainProcess", True), ("EngineCore", False), ("EngineCore_DP1", False), ("VllmWorker-0", False)],
+)
+def test_nothing_stays_patched_in_a_process_of_one_engine_without_settings(
+    process: str, stays: bool, monkeypatch: pytest.MonkeyPatch
+):
+    module = runner_module()
+    original = module.GPUModelRunner.initialize_kv_cache
     install(module)
     install(module)
-    assert GPUModelRunner.initialize_kv_cache is not original
-    GPUModelRunner().initialize_kv_cache("unconfigured")
-    assert calls == ["unconfigured"]
-    assert GPUModelRunner.initialize_kv_cache is original  # nothing stays patched without settings
+    assert module.GPUModelRunner.initialize_kv_cache.__wrapped__ is original
+    monkeypatch.setattr(multiprocessing.current_process(), "_name", process)
+    module.GPUModelRunner().initialize_kv_cache("unconfigured")
+    assert module.GPUModelRunner.calls == ["unconfigured"]
+    assert (module.GPUModelRunner.initialize_kv_cache is not original) == stays
+
+
+def test_a_window_after_an_engine_without_one_is_put_in_force(monkeypatch: pytest.MonkeyPatch):
+    module, calls = runner_module(), []
+    monkeypatch.setattr("windowed_mtp.engines.vllm.install._known", lambda *_: True)
+    monkeypatch.setattr("windowed_mtp.engines.vllm.install.window_draft_layers", lambda *_: calls.append("windowed"))
     install(module)
+    module.GPUModelRunner().initialize_kv_cache("unconfigured")
+    assert calls == []
+    configured = module.GPUModelRunner()
+    configured.vllm_config = SimpleNamespace(additional_config={"windowed_mtp": {}})
+    configured.initialize_kv_cache("configured")
+    assert calls == ["windowed"]
+    assert module.GPUModelRunner.calls == ["unconfigured", "configured"]
+
+
+def test_taking_everything_off(monkeypatch: pytest.MonkeyPatch):
+    module = runner_module()
+    original = module.GPUModelRunner.initialize_kv_cache
+    finders = list(sys.meta_path)
+    monkeypatch.setattr(plugin, "RUNNERS", ("runner_to_be_patched", "runner_to_be_waited_for"))
+    monkeypatch.setitem(sys.modules, "runner_to_be_patched", module)
+    for _ in range(2):
+        plugin.register()
+        assert module.GPUModelRunner.initialize_kv_cache is not original
+        assert len(sys.meta_path) == len(finders) + 1
+        plugin.unregister()
+        plugin.unregister()
+        assert module.GPUModelRunner.initialize_kv_cache is original
+        assert sys.meta_path == finders
+
+
+class RunnerWithoutTheSeam:
+    """A runner that makes its caches some other way."""
+
+    def __init__(self, vllm_config: Any, device: str) -> None:
+        self.device = device
+
+
+def test_a_runner_without_the_seam_refuses_a_window_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+    module: Any = ModuleType("runner")
+    module.GPUModelRunner = RunnerWithoutTheSeam
+    original = RunnerWithoutTheSeam.__init__
+    install(module)
+    install(module)
+    assert RunnerWithoutTheSeam.__init__.__wrapped__ is original  # type: ignore[attr-defined]
+    assert RunnerWithoutTheSeam(SimpleNamespace(additional_config={}), "cpu").device == "cpu"
+    with pytest.raises(PluginError, match=r"vLLM 0\.32\.0 has no runner\.GPUModelRunner\.initialize_kv_cache"):
+        RunnerWithoutTheSeam(SimpleNamespace(additional_config={"windowed_mtp": {}}), "cpu")
     uninstall(module)
-    uninstall(module)
-    assert GPUModelRunner.initialize_kv_cache is original
+    assert RunnerWithoutTheSeam.__init__ is original

@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from windowed_mtp import SinkWindow
+from windowed_mtp.engines.vllm import register, symbols, unregister
 from windowed_mtp.engines.vllm.config import PluginError
 
 WINDOW = {"sink": 4, "window": 300}
@@ -50,12 +51,19 @@ def unconfigured():
         }
 
 
-def test_nothing_is_patched_where_nothing_is_configured(unconfigured):
+def test_an_engine_without_settings_is_vllms_own(unconfigured):
     hook = unconfigured["hook"]
-    assert not hasattr(hook, "__wrapped__")
-    assert hook.__code__.co_filename.endswith("gpu_model_runner.py")
+    assert hook.__wrapped__.__code__.co_filename.endswith("gpu_model_runner.py")
     assert unconfigured["backends"] == [CPUAttentionBackend]
     assert unconfigured["builder"] == "CPUAttentionMetadataBuilder"
+
+
+def test_everything_comes_off_on_request(unconfigured):
+    unregister()
+    assert not hasattr(GPUModelRunner.initialize_kv_cache, "__wrapped__")
+    assert GPUModelRunner.initialize_kv_cache is unconfigured["hook"].__wrapped__
+    register()
+    assert hasattr(GPUModelRunner.initialize_kv_cache, "__wrapped__")
 
 
 def test_the_window_changes_neither_blocks_nor_groups_and_says_what_is_in_force(unconfigured):
@@ -66,8 +74,11 @@ def test_the_window_changes_neither_blocks_nor_groups_and_says_what_is_in_force(
         others = {layer.get_attn_backend() for name, layer in context.items() if name not in draft_layers(llm)}
         assert not any("Windowed" in backend.__name__ for backend in others)
         assert [level for level, _ in lines] == ["INFO"]
-        assert "1 draft layer(s) with CPU_ATTN read the first 4 and the last 300 keys" in lines[0][1]
-        assert lines[0][1].endswith("every pass but the first.")
+        assert lines[0][1].startswith(
+            "Windowed MTP is in force: 1 draft layer with CPU_ATTN, in blocks of 384 tokens: "
+        )
+        assert "a query reads the first 384 (sink 4) and the last 300 to 683 tokens (window 300)" in lines[0][1]
+        assert "2 of the 3 passes of a step are windowed, all but the first" in lines[0][1]
 
         with watch(llm) as seen:
             answers = generate(llm, unconfigured["prompts"])
@@ -117,6 +128,40 @@ def test_bad_settings_stop_the_engine(window, match):
 
 def test_no_drafter_at_all_stops_a_strict_engine():
     with pytest.raises(PluginError, match="no speculative_config"), engine(window=WINDOW, drafter={}, **SMALL):
+        pass
+
+
+LACKING = symbols.Symbol("vllm.v1.attention.backend", "CommonAttentionMetadata.lengths_by_row")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"TABLE": (*symbols.TABLE, LACKING)},
+            r"has no vllm\.v1\.attention\.backend\.CommonAttentionMetadata\.lengths_by_row",
+        ),
+        ({"NEWEST": (0, 31)}, r"knows 0\.25 to 0\.31; install one of these, or a newer windowed-mtp"),
+    ],
+)
+def test_another_vllm_stops_a_strict_engine_and_leaves_another_as_it_is(change, reason, monkeypatch):
+    for name, value in change.items():
+        monkeypatch.setattr(symbols, name, value)
+    with pytest.raises(PluginError, match=reason) as caught, engine(window=WINDOW, **SMALL):
+        pass
+    assert re.search(r"vLLM 0\.\d+\.\d+", str(caught.value)) and str(caught.value).endswith("without the window.")
+    with plugin_log() as lines, engine(window={**WINDOW, "strict": False}, **SMALL) as llm:
+        assert [(level, bool(re.search(reason, text))) for level, text in lines] == [("WARNING", True)]
+        assert type(draft_builder(llm)).__name__ == "CPUAttentionMetadataBuilder"
+        assert all(layer.attn_backend is CPUAttentionBackend for layer in draft_layers(llm).values())
+
+
+def test_a_layer_whose_window_is_lost_stops_any_engine(monkeypatch):
+    monkeypatch.setattr("windowed_mtp.engines.vllm.install.windowed_backend", lambda base, config: base)
+    with (
+        pytest.raises(PluginError, match=r"gave .* no attention metadata of its own, so its window is not in force"),
+        engine(window={**WINDOW, "strict": False}, **SMALL),
+    ):
         pass
 
 

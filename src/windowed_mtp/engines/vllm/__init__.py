@@ -6,9 +6,12 @@ import a model runner, and the runner is left as it is unless its engine was con
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 
-RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+from windowed_mtp.engines.vllm.symbols import V1, V2
+
+RUNNERS = (V1, V2)
 """Modules with a ``GPUModelRunner``: V1's and V2's."""
 
 
@@ -18,6 +21,21 @@ def register() -> None:
 
     for module in RUNNERS:
         when_imported(module, _install)
+
+
+def unregister() -> None:
+    """Take everything off again that the plugin changed in vLLM's modules.
+
+    Engines that have started keep what they started with; engines started later have no window.
+    """
+    from windowed_mtp.engines.vllm.imports import forget
+
+    for name in RUNNERS:
+        forget(name)
+        if name in sys.modules:
+            from windowed_mtp.engines.vllm.install import uninstall
+
+            uninstall(sys.modules[name])
 
 
 def _install(module: ModuleType) -> None:

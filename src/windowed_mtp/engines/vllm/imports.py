@@ -28,6 +28,19 @@ def when_imported(name: str, hook: Hook) -> None:
         sys.meta_path.insert(0, _Waiting(name, hook))
 
 
+def forget(name: str) -> None:
+    """Take back what waits for a module's import; nothing happens if nothing does.
+
+    Parameters
+    ----------
+    name : str
+        Full name of the module.
+    """
+    sys.meta_path[:] = [
+        finder for finder in sys.meta_path if not (isinstance(finder, _Waiting) and finder.name == name)
+    ]
+
+
 class _Waiting(MetaPathFinder):
     """A finder that steps aside for one module and wraps its loader."""
 

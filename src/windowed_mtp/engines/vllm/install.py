@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
+from collections import Counter
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from windowed_mtp.engines.vllm.backend import windowed_backend
 from windowed_mtp.engines.vllm.config import PluginConfig, PluginError
+from windowed_mtp.engines.vllm.summary import Drafting, LayerGroup, describe
+from windowed_mtp.engines.vllm.symbols import missing, unknown_version
 
 _ORIGINAL = "_windowed_mtp_original"
+_SAID = "_windowed_mtp_said"
+_ONE_ENGINE = ("EngineCore", "VllmWorker")
+"""How the names begin that vLLM gives to its processes; each of them runs one engine in its life."""
 
 
 def install(module: ModuleType) -> None:
-    """Wrap a runner's ``initialize_kv_cache``; the wrapper takes itself off where no window is configured.
+    """Wrap a runner's ``initialize_kv_cache``.
+
+    Where no window is configured the wrapper only calls what it wraps. In a process that vLLM started for one engine
+    it takes itself off then; a process of the user's may start another engine, with a window.
 
     Parameters
     ----------
     module : ModuleType
-        A module with a ``GPUModelRunner``.
+        A module with a ``GPUModelRunner``. If vLLM's has none, or the method is not there, an engine that is
+        configured with a window is refused as soon as its runner is made, and others are left alone.
     """
-    runner_class = module.GPUModelRunner
-    original = runner_class.initialize_kv_cache
+    runner_class = getattr(module, "GPUModelRunner", None)
+    original = getattr(runner_class, "initialize_kv_cache", None)
+    if runner_class is None or original is None:
+        _refuse_later(module, runner_class)
+        return
     if hasattr(original, _ORIGINAL):
         return
 
@@ -29,11 +44,14 @@ def install(module: ModuleType) -> None:
     def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = PluginConfig.read(self.vllm_config.additional_config)
         if config is None:
-            uninstall(module)
+            if multiprocessing.current_process().name.startswith(_ONE_ENGINE):
+                uninstall(module)
             return original(self, *args, **kwargs)
-        window_draft_layers(self, config)
+        windowed = window_draft_layers(self, config) if _known(self, module.__name__, config) else []
         made = original(self, *args, **kwargs)
-        mark_first_pass(self)
+        if windowed:
+            mark_first_pass(self)
+            say_what_is_in_force(self, config, windowed)
         return made
 
     setattr(initialize_kv_cache, _ORIGINAL, original)
@@ -42,10 +60,51 @@ def install(module: ModuleType) -> None:
 
 def uninstall(module: ModuleType) -> None:
     """Give a runner its own ``initialize_kv_cache`` back."""
-    runner_class = module.GPUModelRunner
-    runner_class.initialize_kv_cache = getattr(
-        runner_class.initialize_kv_cache, _ORIGINAL, runner_class.initialize_kv_cache
-    )
+    runner_class = getattr(module, "GPUModelRunner", None)
+    for name in ("initialize_kv_cache", "__init__"):
+        original = getattr(getattr(runner_class, name, None), _ORIGINAL, None)
+        if original is not None:
+            setattr(runner_class, name, original)
+
+
+def _refuse_later(module: ModuleType, runner_class: Any) -> None:
+    """Let a configured engine hear that the seam is not there; without a class, all that is left is to warn."""
+    reason = f"{_version()} has no {module.__name__}.GPUModelRunner"
+    if runner_class is None:
+        _logger().warning("Windowed MTP cannot put any window in force: %s.", reason)
+        return
+    original = runner_class.__init__
+    if hasattr(original, _ORIGINAL):
+        return
+
+    @functools.wraps(original)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        config = PluginConfig.read(vllm_config.additional_config)
+        if config is not None:
+            _refuse(self, config, f"{reason}.initialize_kv_cache")
+        original(self, vllm_config, *args, **kwargs)
+
+    setattr(__init__, _ORIGINAL, original)
+    runner_class.__init__ = __init__
+
+
+def _known(runner: Any, runner_module: str, config: PluginConfig) -> bool:
+    """Whether this vLLM is one that the window may be put into; checked before anything is changed."""
+    import vllm
+
+    unknown = unknown_version(vllm.__version__)
+    lacking = missing(runner_module, vllm.__version__)
+    if lacking is not None:
+        _refuse(runner, config, f"{_version()} has no {lacking}, which the window rests on")
+    elif unknown is not None:
+        _refuse(runner, config, f"{unknown}; install one of these, or a newer windowed-mtp")
+    return unknown is None and lacking is None
+
+
+def _version() -> str:
+    import vllm
+
+    return f"vLLM {vllm.__version__}"
 
 
 def mark_first_pass(runner: Any) -> None:
@@ -53,11 +112,15 @@ def mark_first_pass(runner: Any) -> None:
 
     V2 hands the drafter the metadata of the target's step for that pass; the drafter's own groups serve the others.
     """
+    for group in _groups(runner):
+        for builder in group.metadata_builders:
+            if hasattr(builder, "runs_first_pass"):
+                builder.runs_first_pass = True
+
+
+def _groups(runner: Any) -> Iterator[Any]:
     for groups in getattr(runner, "attn_groups", ()):
-        for group in groups:
-            for builder in group.metadata_builders:
-                if hasattr(builder, "runs_first_pass"):
-                    builder.runs_first_pass = True
+        yield from groups
 
 
 def only_first_pass(runner: Any) -> str | None:
@@ -65,7 +128,8 @@ def only_first_pass(runner: Any) -> str | None:
     speculative = runner.vllm_config.speculative_config
     if getattr(speculative, "parallel_drafting", False):
         return "it drafts all of its tokens in one pass"
-    if getattr(runner, "speculator", None) is not None and speculative.use_multi_module_mtp():
+    several = getattr(speculative, "use_multi_module_mtp", None)  # since 0.27
+    if getattr(runner, "speculator", None) is not None and several is not None and several():
         return "each of its modules runs once a step, over the verified tokens"
     if speculative.num_speculative_tokens == 1:
         return "it drafts one token a step"
@@ -98,30 +162,34 @@ def why_not(layer: Any, vllm_config: Any) -> str | None:
         return "it selects its keys by a sparse index"
     if "Chunked" in layer.attn_backend.__name__:
         return "it attends within chunks"
+    if getattr(getattr(vllm_config, "model_config", None), "rswa_window", None) is not None:
+        return "its reference sliding window (R-SWA) counts positions from the start of the sequence"
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
         return "decode context parallelism spreads its keys over ranks"
     return None
 
 
-def window_draft_layers(runner: Any, config: PluginConfig) -> None:
+def window_draft_layers(runner: Any, config: PluginConfig) -> list[str]:
     """Give the draft's attention layers a windowed backend; layers that have one already are left alone.
+
+    Returns
+    -------
+    list of str
+        Names of the windowed layers.
 
     Raises
     ------
     PluginError
         If ``config.strict`` and nothing could be windowed on a rank that has the drafter.
     """
-    from vllm.logger import init_logger
-
-    logger = init_logger("vllm.windowed_mtp")
     speculative = runner.vllm_config.speculative_config
     names = draft_layer_names(runner)
-    if speculative is not None and not names and _last_pipeline_rank(runner):
-        _refuse(config, logger, f"the drafter ({speculative.method}) has no attention layers to window")
-        return
+    if speculative is not None and not names and _last_pipeline_rank():
+        _refuse(runner, config, f"the drafter ({speculative.method}) has no attention layers to window")
+        return []
     if speculative is None:
-        _refuse(config, logger, "the engine has no speculative_config, so there is no draft to window")
-        return
+        _refuse(runner, config, "the engine has no speculative_config, so there is no draft to window")
+        return []
     alone = only_first_pass(runner) if names and not config.window_first_pass else None
     if alone is not None:
         raise PluginError(
@@ -129,43 +197,87 @@ def window_draft_layers(runner: Any, config: PluginConfig) -> None:
             f"({speculative.method}) has no other pass, as {alone}; leave it out to window that pass."
         )
     layers = runner.vllm_config.compilation_config.static_forward_context
-    windowed, left = [], {}
+    backends, left = {}, {}
     for name in sorted(names or ()):
-        layer = layers[name]
-        reason = why_not(layer, runner.vllm_config)
+        reason = why_not(layers[name], runner.vllm_config)
         if reason is not None:
             left[name] = reason
             continue
-        if not layer.attn_backend.__name__.startswith("Windowed"):
-            layer.attn_backend = windowed_backend(layer.attn_backend, config)
-        windowed.append(name)
+        backend = layers[name].attn_backend
+        backends[name] = backend if _is_windowed(backend) else windowed_backend(backend, config)
+    for name, backend in backends.items():
+        layers[name].attn_backend = backend
     for name, reason in left.items():
-        logger.warning_once("Windowed MTP leaves %s alone: %s.", name, reason)
-    if not windowed:
-        if names:
-            _refuse(config, logger, "none of the draft's layers can be windowed: " + "; ".join(set(left.values())))
-        return
-    window = config.window
-    logger.info_once(
-        "Windowed MTP: %d draft layer(s) with %s read the first %d and the last %d keys (each rounded up to the "
-        "kernel's blocks)%s; %s.",
-        len(windowed),
-        layers[windowed[0]].attn_backend.get_name(),
-        window.sink,
-        window.window,
-        f" from {window.min_context} tokens on" if window.min_context else "",
-        "every pass" if config.window_first_pass else "every pass but the first",
+        _say(runner, "warning", f"Windowed MTP leaves {name} alone: {reason}.")
+    if names and not backends:
+        _refuse(runner, config, "none of the draft's layers can be windowed: " + "; ".join(sorted(set(left.values()))))
+    return list(backends)
+
+
+def _is_windowed(backend: type[Any]) -> bool:
+    return backend.__name__.startswith("Windowed")
+
+
+def say_what_is_in_force(runner: Any, config: PluginConfig, windowed: list[str]) -> None:
+    """Log one line for the groups that vLLM made of the windowed layers.
+
+    Raises
+    ------
+    PluginError
+        If vLLM put a windowed layer in no group with a windowed builder: it would run without its window, unsaid.
+    """
+    found: Counter[tuple[str, int]] = Counter()
+    covered: set[str] = set()
+    for group in _groups(runner):
+        builders = [builder for builder in group.metadata_builders if hasattr(builder, "windowing")]
+        if _is_windowed(group.backend) and builders:
+            covered |= set(group.layer_names)
+            found[group.backend.get_name(), builders[0].windowing.block_size] += len(group.layer_names)
+    lost = sorted(set(windowed) - covered)
+    if lost:
+        raise PluginError(
+            f"{_version()} gave {lost[0]} no attention metadata of its own, so its window is not in force; please "
+            'report it, and remove additional_config["windowed_mtp"] until then.'
+        )
+    speculative = runner.vllm_config.speculative_config
+    drafting = Drafting(
+        speculative.num_speculative_tokens,
+        one_pass=bool(getattr(speculative, "parallel_drafting", False)),
+        window_first_pass=config.window_first_pass,
     )
+    groups = [LayerGroup(layers, backend, block) for (backend, block), layers in sorted(found.items())]
+    text = describe(config.window, drafting, groups, runner.vllm_config.model_config.max_model_len)
+    _say(runner, "info", f"Windowed MTP is in force: {text}")
 
 
-def _last_pipeline_rank(runner: Any) -> bool:
+def _last_pipeline_rank() -> bool:
     from vllm.distributed.parallel_state import get_pp_group
 
     return bool(get_pp_group().is_last_rank)
 
 
-def _refuse(config: PluginConfig, logger: Any, reason: str) -> None:
+def _first_tensor_rank() -> bool:
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, model_parallel_is_initialized
+
+    return not model_parallel_is_initialized() or get_tensor_model_parallel_rank() == 0
+
+
+def _logger() -> Any:
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.windowed_mtp")
+
+
+def _say(runner: Any, level: str, text: str) -> None:
+    """Log a line once a runner, from the first tensor-parallel rank of the stage that has the drafter."""
+    said = runner.__dict__.setdefault(_SAID, set())
+    if text not in said and _first_tensor_rank():
+        getattr(_logger(), level)("%s", text)
+    said.add(text)
+
+
+def _refuse(runner: Any, config: PluginConfig, reason: str) -> None:
     message = f'the window cannot be put in force: {reason}; remove additional_config["windowed_mtp"]'
     if config.strict:
         raise PluginError(f'{message}, or set "strict": false in it to run without the window.')
-    logger.warning_once("Windowed MTP is off: %s.", reason)
+    _say(runner, "warning", f"Windowed MTP is off: {reason}.")
