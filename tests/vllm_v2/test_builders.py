@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from windowed_mtp import SinkWindow
 from windowed_mtp.engines.vllm.backend import windowed_backend
 from windowed_mtp.engines.vllm.config import PluginConfig, PluginError
-from windowed_mtp.engines.vllm.install import mark_first_pass, only_first_pass
+from windowed_mtp.engines.vllm.install import assign_passes, only_first_pass
 from windowed_mtp.engines.vllm.windowing import Windowing
 
 WINDOW = SinkWindow(4, 32)
@@ -94,16 +94,22 @@ def test_each_way_to_build_windows_once(base: type):
         assert builder.windowing.passes == passes
 
 
+def groups(builder: Any) -> list[list[Any]]:
+    """A runner's groups: one of the draft's layers, one of others."""
+    return [[SimpleNamespace(metadata_builders=[builder])], [SimpleNamespace(metadata_builders=[object()])]]
+
+
+def test_a_v1_runner_builds_nothing_for_the_draft_itself():
+    builder = made(Builder)
+    assign_passes(SimpleNamespace(attn_groups=groups(builder)))
+    several = batch([(300, 4), (200, 1)])
+    assert builder.build(0, several) is None and builder.build_for_cudagraph_capture(several) is None
+    assert builder.windowing.passes == 0
+
+
 def test_without_the_first_pass_the_owner_and_the_index_decide():
     target, drafter = (made(Builder, window_first_pass=False) for _ in range(2))
-    mark_first_pass(
-        SimpleNamespace(
-            attn_groups=[
-                [SimpleNamespace(metadata_builders=[target])],
-                [SimpleNamespace(metadata_builders=[object()])],
-            ]
-        )
-    )
+    assign_passes(SimpleNamespace(attn_groups=groups(target), speculator=None))
     several, one = batch([(300, 4), (200, 1)]), batch([(300, 1)])
     assert target.build(0, several) is several and target.build(0, one) is one
     assert target.build_for_cudagraph_capture(several) is several

@@ -67,9 +67,12 @@ def windowed_builder(base: type[Any], config: PluginConfig) -> type[Any]:
             super().__init__(kv_cache_spec, layer_names, vllm_config, *args, **kw)
             self.windowing = Windowing(config.window, kv_cache_spec.block_size, **windowing_limits(vllm_config))
             self.runs_first_pass = False
+            self.unused = False
             self._nested = False
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kw: Any) -> Any:
+            if self.unused:
+                return None
             return super().build(common_prefix_len, self._windowed(common_attn_metadata), *args, **kw)
 
         # Not every builder calls build() from the other two: the window comes first in each, and once.
@@ -78,6 +81,8 @@ def windowed_builder(base: type[Any], config: PluginConfig) -> type[Any]:
             return self._without_window(super().build_for_drafting, common, draft_index)
 
         def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+            if self.unused:
+                return None
             common = self._windowed(common_attn_metadata)
             return self._without_window(super().build_for_cudagraph_capture, common)
 

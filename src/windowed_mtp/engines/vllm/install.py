@@ -1,4 +1,4 @@
-"""Puts the window in force: at the top of ``initialize_kv_cache``, on the draft's attention layers only."""
+"""Puts the window in force at the top of ``initialize_kv_cache``, hot rows after ``load_model``; on the draft only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ONE_ENGINE = ("EngineCore", "VllmWorker")
 
 
 def install(module: ModuleType) -> None:
-    """Wrap a runner's ``initialize_kv_cache``.
+    """Wrap a runner's ``initialize_kv_cache`` and ``load_model``.
 
     Where no window is configured the wrapper only calls what it wraps. In a process that vLLM started for one engine
     it takes itself off then; a process of the user's may start another engine, with a window.
@@ -50,18 +50,37 @@ def install(module: ModuleType) -> None:
         windowed = window_draft_layers(self, config) if _known(self, module.__name__, config) else []
         made = original(self, *args, **kwargs)
         if windowed:
-            mark_first_pass(self)
+            assign_passes(self)
             say_what_is_in_force(self, config, windowed)
         return made
 
     setattr(initialize_kv_cache, _ORIGINAL, original)
     runner_class.initialize_kv_cache = initialize_kv_cache
+    if hasattr(runner_class, "load_model"):
+        _wrap_load_model(runner_class, module.__name__)
+
+
+def _wrap_load_model(runner_class: Any, runner_module: str) -> None:
+    original = runner_class.load_model
+
+    @functools.wraps(original)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(self, *args, **kwargs)
+        config = PluginConfig.read(self.vllm_config.additional_config)
+        if config is not None and config.hot_vocabulary is not None and _known(self, runner_module, config):
+            from windowed_mtp.engines.vllm.hot_head import install_hot_head
+
+            install_hot_head(self, config.hot_vocabulary)
+        return made
+
+    setattr(load_model, _ORIGINAL, original)
+    runner_class.load_model = load_model
 
 
 def uninstall(module: ModuleType) -> None:
-    """Give a runner its own ``initialize_kv_cache`` back."""
+    """Give a runner its own methods back."""
     runner_class = getattr(module, "GPUModelRunner", None)
-    for name in ("initialize_kv_cache", "__init__"):
+    for name in ("initialize_kv_cache", "load_model", "__init__"):
         original = getattr(getattr(runner_class, name, None), _ORIGINAL, None)
         if original is not None:
             setattr(runner_class, name, original)
@@ -107,15 +126,17 @@ def _version() -> str:
     return f"vLLM {vllm.__version__}"
 
 
-def mark_first_pass(runner: Any) -> None:
-    """Tell the builders in the runner's own groups that they serve the drafter's first pass.
+def assign_passes(runner: Any) -> None:
+    """Tell the builders in the runner's own groups what they serve.
 
-    V2 hands the drafter the metadata of the target's step for that pass; the drafter's own groups serve the others.
+    V2 hands the drafter the metadata of the target's step for its first pass; the drafter's own groups serve the
+    others. V1's drafter has groups of its own for every pass: what the runner would build is used by nobody.
     """
     for group in _groups(runner):
         for builder in group.metadata_builders:
-            if hasattr(builder, "runs_first_pass"):
-                builder.runs_first_pass = True
+            if hasattr(builder, "windowing"):
+                builder.runs_first_pass = hasattr(runner, "speculator")
+                builder.unused = not builder.runs_first_pass
 
 
 def _groups(runner: Any) -> Iterator[Any]:

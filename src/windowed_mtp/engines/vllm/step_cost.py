@@ -182,8 +182,8 @@ def measure(
     register()
     began = time.monotonic()
     llm = LLM(**engine.arguments(arms[0]))
-    say(f"engine started in {time.monotonic() - began:.0f} s")
     facts = llm.collective_rpc(step_probe.start, args=(engine.random_weights,))[0]
+    say(f"engine started in {time.monotonic() - began:.0f} s: {facts}")
     log = StepLog(path, _run(machine, rates, facts))
     current, added = arms[0], 0
     for repeat in repeats:
@@ -194,9 +194,9 @@ def measure(
                 continue
             if arm != current:
                 began = time.monotonic()
-                llm.collective_rpc(step_probe.change, args=(arm.plugin, _attention(arm, arms)))
+                facts = llm.collective_rpc(step_probe.change, args=(arm.plugin, _attention(arm, arms)))[0]
                 current = arm
-                say(f"changed to {arm.name} in {time.monotonic() - began:.0f} s")
+                say(f"changed to {arm.name} in {time.monotonic() - began:.0f} s: {facts}")
             for context, point in missing:
                 if time.monotonic() > deadline:
                     break

@@ -79,7 +79,7 @@ def collect(worker: Any) -> dict[str, float | None]:
     return made
 
 
-def change(worker: Any, plugin: dict[str, Any] | None, attention: dict[str, Any]) -> None:
+def change(worker: Any, plugin: dict[str, Any] | None, attention: dict[str, Any]) -> dict[str, str]:
     """Give an idle V2 runner other plugin or attention settings: caches, attention groups and graphs are made anew.
 
     Parameters
@@ -90,6 +90,11 @@ def change(worker: Any, plugin: dict[str, Any] | None, attention: dict[str, Any]
         ``additional_config["windowed_mtp"]``; ``None`` takes the window and the hot rows off.
     attention : dict
         Fields of vLLM's attention config.
+
+    Returns
+    -------
+    dict of str to str
+        The attention backends of target and draft.
     """
     from vllm.v1.worker.gpu.cudagraph_utils import _teardown_profiling_state
 
@@ -133,6 +138,7 @@ def change(worker: Any, plugin: dict[str, Any] | None, attention: dict[str, Any]
     if propose is not None:
         runner.speculator.propose = propose
     fill_cache(worker)
+    return _backends(runner)
 
 
 class StepProbe:
@@ -228,7 +234,7 @@ def _backends(runner: Any) -> dict[str, str]:
     for name, layer in runner.vllm_config.compilation_config.static_forward_context.items():
         if hasattr(layer, "attn_backend"):
             key = "draft_attention" if name in draft else "target_attention"
-            names[key].add(layer.attn_backend.get_name())
+            names[key].add(layer.attn_backend.__name__)
     return {key: ", ".join(sorted(found)) for key, found in names.items() if found}
 
 

@@ -53,11 +53,13 @@ _ATTENTION = "vllm.v1.attention.backend"
 
 TABLE: tuple[Symbol, ...] = (
     Symbol(V1, "GPUModelRunner.initialize_kv_cache", ("self", "kv_cache_config"), runner=V1),
+    Symbol(V1, "GPUModelRunner.load_model", runner=V1),
     Symbol(V1, "GPUModelRunner", sets=("attn_groups", "drafter", "vllm_config"), runner=V1),
     Symbol(
         "vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer", sets=("_draft_attn_layer_names",), runner=V1
     ),
     Symbol(V2, "GPUModelRunner.initialize_kv_cache", ("self", "kv_cache_config"), runner=V2),
+    Symbol(V2, "GPUModelRunner.load_model", runner=V2),
     Symbol(V2, "GPUModelRunner", sets=("attn_groups", "speculator", "vllm_config"), runner=V2),
     Symbol(
         "vllm.v1.worker.gpu.spec_decode.speculator", "DraftModelSpeculator",
