@@ -1,6 +1,7 @@
 """Sampled output of the whole engine has the target's distribution."""
 
 import itertools
+from typing import Any
 
 import pytest
 import tiny
@@ -31,10 +32,10 @@ def exact() -> dict[tuple[int, ...], float]:
     return dict(zip(outcomes, joint.tolist(), strict=True))
 
 
-def sampled_p_value() -> tuple[float, float]:
+def sampled_p_value(**options: Any) -> tuple[float, float]:
     """P-value of the engine's outcomes, and the share of drafted tokens that was accepted."""
     torch.manual_seed(0)
-    made = drafter(Case(FAMILY, window=(2, 6), depth=3, arrangement="ring"))
+    made = drafter(Case(FAMILY, window=(2, 6), depth=3, arrangement="ring"), **options)
     expected = exact()
     counts = dict.fromkeys(expected, 0)
     proposed = accepted = 0

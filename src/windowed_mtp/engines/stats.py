@@ -25,6 +25,8 @@ class DecodeStats:
         Keys that draft attention read over all steps (prefill excluded).
     draft_kv_bytes : int
         Bytes of draft KV in use at the end.
+    hot_head_bytes : int
+        Bytes of the output head's hot rows, which are held beside the head; 0 where all tokens are hot.
     target_prefill_seconds, draft_prefill_seconds, draft_seconds, verify_seconds : float
         Wall times in seconds.
     """
@@ -37,6 +39,7 @@ class DecodeStats:
     accepted: list[int] = field(default_factory=list)
     draft_keys_read: int = 0
     draft_kv_bytes: int = 0
+    hot_head_bytes: int = 0
     target_prefill_seconds: float = 0.0
     draft_prefill_seconds: float = 0.0
     draft_seconds: float = 0.0

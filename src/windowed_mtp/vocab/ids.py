@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from windowed_mtp.errors import VocabularyError
@@ -14,11 +15,73 @@ class Ranking(Protocol):
     """Something that names the hot ids for a size: a file, or counts that grow while an engine runs."""
 
     @property
+    def special(self) -> Sequence[int]:
+        """Ids that are always in."""
+
+    @property
     def version(self) -> int:
         """Grows by one whenever `ids` may give something else than before."""
 
     def ids(self, size: int, vocab_size: int, *, always: Iterable[int] = ()) -> list[int]:
         """Give exactly ``size`` ids, ascending."""
+
+
+@dataclass(frozen=True)
+class HotSet:
+    """How many tokens a draft may propose, and which.
+
+    Parameters
+    ----------
+    ranking : Ranking
+        A `HotVocabulary`, or `OnlineCounts`.
+    size : int
+        Number of tokens, special ones included.
+    prompt_tail : int
+        Number of tokens at the prompt's end that are in, whatever their rank.
+
+    Raises
+    ------
+    VocabularyError
+        If a number is out of its range, or the special tokens and the prompt's end may be more than the size.
+    """
+
+    ranking: Ranking
+    size: int
+    prompt_tail: int = 0
+
+    def __post_init__(self) -> None:
+        check_size(self.size)
+        if not isinstance(self.prompt_tail, int) or self.prompt_tail < 0:
+            raise VocabularyError(f"prompt_tail is {self.prompt_tail!r}, but it must be a whole number of at least 0.")
+        least = len(self.ranking.special) + self.prompt_tail
+        if self.size < least:
+            raise VocabularyError(
+                f"a hot vocabulary of {self.size} cannot hold {len(self.ranking.special)} special tokens and "
+                f"{self.prompt_tail} of the prompt; ask for at least {least}, or a smaller prompt_tail."
+            )
+
+    def ids(self, vocab_size: int, prompt: Sequence[int] = ()) -> list[int]:
+        """Give the hot ids for a request.
+
+        Parameters
+        ----------
+        vocab_size : int
+            Rows V of the output head.
+        prompt : sequence of int
+            The request's prompt.
+
+        Returns
+        -------
+        list of int
+            ``size`` different ids, ascending.
+
+        Raises
+        ------
+        VocabularyError
+            If the size is above ``vocab_size``, or an id is out of range.
+        """
+        tail = prompt[-self.prompt_tail :] if self.prompt_tail else ()
+        return self.ranking.ids(self.size, vocab_size, always=tail)
 
 
 def hot_ids(
@@ -69,13 +132,13 @@ def hot_ids(
     return sorted(hot)
 
 
-def check_size(size: int, vocab_size: int) -> int:
+def check_size(size: int, vocab_size: int | None = None) -> int:
     """Check the size of a hot vocabulary, and return it as an int.
 
     Raises
     ------
     VocabularyError
-        If it is not a whole number from 1 to ``vocab_size``.
+        If it is not a whole number from 1 to ``vocab_size``, or of at least 1 where that is not given.
     """
     try:
         number = operator.index(size)
@@ -83,7 +146,9 @@ def check_size(size: int, vocab_size: int) -> int:
         raise VocabularyError(
             f"the hot vocabulary's size is {size!r}, but it must be a whole number; pass an integer."
         ) from None
-    if not 1 <= number <= vocab_size:
+    if number < 1 and vocab_size is None:
+        raise VocabularyError(f"the hot vocabulary's size is {number}, but it must be at least 1; pass a larger one.")
+    if vocab_size is not None and not 1 <= number <= vocab_size:
         raise VocabularyError(
             f"the hot vocabulary's size is {number}, but it must be from 1 to the model's {vocab_size} tokens."
         )

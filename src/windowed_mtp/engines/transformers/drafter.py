@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, SupportsIndex
 
@@ -20,10 +20,12 @@ from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.engines.transformers.draft import DraftState, Keep, Prefill
 from windowed_mtp.engines.transformers.heads import load_head
 from windowed_mtp.engines.transformers.heads.base import DraftHead
+from windowed_mtp.engines.transformers.heads.hot import HotHead
 from windowed_mtp.engines.transformers.request import check_options, check_request, streamer_of
 from windowed_mtp.engines.transformers.target import Target
 from windowed_mtp.engines.transformers.verify import accept_or_resample, point_mass
 from windowed_mtp.errors import GenerationError
+from windowed_mtp.vocab import HotSet
 from windowed_mtp.window import SinkWindow
 
 
@@ -44,6 +46,8 @@ class WindowedMTP:
         ``"all"`` keeps every draft key; ``"ring"`` keeps sink + window + γ slots.
     prefill : {"full", "pruned"}
         ``"pruned"`` (ring only) skips the prompt's middle, which no draft query would read.
+    hot_vocabulary : HotSet, optional
+        The tokens that the draft may propose; all without it.
     depth : callable, optional
         Gives the number of tokens to draft before each step, 0 to γ; always γ without it.
     on_step : callable, optional
@@ -65,6 +69,8 @@ class WindowedMTP:
     ------
     WindowError
         If the options contradict each other.
+    VocabularyError
+        If the hot vocabulary does not fit the head.
     """
 
     def __init__(
@@ -76,15 +82,17 @@ class WindowedMTP:
         num_speculative_tokens: int = 3,
         keep: Keep = "all",
         prefill: Prefill = "full",
+        hot_vocabulary: HotSet | None = None,
         depth: DepthPolicy | None = None,
         on_step: StepObserver | None = None,
         override: ProposalOverride | None = None,
         shadows: Mapping[str, SinkWindow | None] | None = None,
         measure: bool = False,
     ) -> None:
-        check_options(window, num_speculative_tokens, keep, prefill)
+        check_options(window, num_speculative_tokens, keep, prefill, hot_vocabulary)
         self.model = model
-        self.head = head
+        self.hot_head = None if hot_vocabulary is None else HotHead(head, hot_vocabulary)
+        self.head = self.hot_head or head
         self.window = window
         self.num_speculative_tokens = num_speculative_tokens
         self.keep = keep
@@ -122,7 +130,8 @@ class WindowedMTP:
         eagle3 : str, optional
             Folder or hub name of an EAGLE-3 drafter to use instead of a built-in head.
         **options
-            The constructor's others: ``depth``, ``on_step``, ``override``, ``shadows``, ``measure``.
+            The constructor's others: ``hot_vocabulary``, ``depth``, ``on_step``, ``override``, ``shadows``,
+            ``measure``.
 
         Raises
         ------
@@ -130,6 +139,8 @@ class WindowedMTP:
             If the family is unknown, or the checkpoint has no head or one that does not fit.
         WindowError
             If the options contradict each other.
+        VocabularyError
+            If the hot vocabulary does not fit the head.
         """
         return cls(
             model,
@@ -204,11 +215,14 @@ class _Decoding:
             drafter.head, drafter.window, drafter.num_speculative_tokens, drafter.keep, drafter.prefill
         )
         self.shadows = {name: drafter.draft_state(window) for name, window in drafter.shadows.items()}
+        self.hot_head = drafter.hot_head
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
         self.stats = drafter.stats = DecodeStats(prompt_tokens=ids.shape[1])
 
     def run(self) -> Tensor | GenerateDecoderOnlyOutput:
+        if self.hot_head is not None:
+            self.hot_head.begin(self.ids[0].tolist())
         begin = self._clock()
         logits, features = self.target.prefill(self.ids, getattr(self.config, "prefill_chunk_size", None))
         prefilled = self._clock()
@@ -221,10 +235,12 @@ class _Decoding:
 
         scores = self._scores(self.ids, logits[:, 0])
         done = self._emit([self._pick(scores)], [scores], [logits[:, 0]])
+        self._follow(self.ids[0, -1:].tolist())
         while not done:
             done = self._step()
         self.stats.new_tokens = self.ids.shape[1] - self.stats.prompt_tokens
         self.stats.draft_kv_bytes = self.draft.num_bytes
+        self.stats.hot_head_bytes = 0 if self.hot_head is None else self.hot_head.num_bytes
         if self.streamer is not None:
             self.streamer.end()
         if not self.config.return_dict_in_generate:
@@ -266,6 +282,7 @@ class _Decoding:
         self.stats.add(event)
         if self.drafter.on_step is not None:
             self.drafter.on_step(replace(event, shadow=self._shadow(context, depth)))
+        self._follow(event.emitted)
         return done
 
     def _context(self) -> StepContext:
@@ -360,6 +377,10 @@ class _Decoding:
         self.draft.observe(features)
         for shadow in self.shadows.values():
             shadow.observe(features)
+
+    def _follow(self, emitted: Sequence[int]) -> None:
+        if self.hot_head is not None:
+            self.hot_head.follow(emitted)
 
     def _shadow(self, context: StepContext, depth: int) -> dict[str, tuple[int, ...]]:
         greedy = lambda logits, ids: logits.argmax(-1, keepdim=True)  # noqa: E731

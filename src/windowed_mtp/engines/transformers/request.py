@@ -13,7 +13,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from windowed_mtp.engines.transformers.compat import cache_argument
-from windowed_mtp.errors import GenerationError, WindowError
+from windowed_mtp.errors import GenerationError, VocabularyError, WindowError
+from windowed_mtp.vocab import HotSet
 from windowed_mtp.window import SinkWindow
 
 STATEFUL = {
@@ -23,13 +24,17 @@ STATEFUL = {
 """Processors that remember the tokens of earlier calls, with what a user asked for to get them."""
 
 
-def check_options(window: SinkWindow | None, num_speculative_tokens: int, keep: str, prefill: str) -> None:
+def check_options(
+    window: SinkWindow | None, num_speculative_tokens: int, keep: str, prefill: str, hot: HotSet | None = None
+) -> None:
     """Check that a drafter's options fit together.
 
     Raises
     ------
     WindowError
         If they do not.
+    VocabularyError
+        If the hot vocabulary is something else.
 
     Warns
     -----
@@ -45,6 +50,11 @@ def check_options(window: SinkWindow | None, num_speculative_tokens: int, keep: 
         raise WindowError(
             f"window is {window!r}, but it must be a SinkWindow, or None to read everything; "
             "pass window=SinkWindow(sink=..., window=...)."
+        )
+    if not isinstance(hot, HotSet | None):
+        raise VocabularyError(
+            f"hot_vocabulary is of type {type(hot).__name__}, but it must be a HotSet; "
+            "pass hot_vocabulary=HotSet(HotVocabulary.load(...), size=...)."
         )
     if keep not in ("all", "ring"):
         raise WindowError(f"keep is {keep!r}, but it must be 'all' or 'ring'.")

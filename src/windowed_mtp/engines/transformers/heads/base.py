@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from windowed_mtp.engines.transformers.cache import DraftKV
 from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.engines.transformers.loading import Checkpoint
+from windowed_mtp.errors import VocabularyError
 
 
 class DraftHead(ABC):
@@ -73,6 +74,19 @@ class DraftHead(ABC):
             ``[1, q, H]`` each: what ``logits`` takes, and what the next entry or layer takes as hidden state.
         """
 
+    def output_head(self) -> nn.Module:
+        """Return the module that gives the logits, with one row for each token of the target's vocabulary.
+
+        Raises
+        ------
+        VocabularyError
+            If the head has no such module.
+        """
+        raise VocabularyError(
+            f"{type(self).__name__} has no output head over the model's vocabulary to pick rows from; "
+            "leave hot_vocabulary out."
+        )
+
     @abstractmethod
     def logits(self, layer: int, out: Tensor) -> Tensor:
         """Logits over the target's vocabulary.
@@ -132,6 +146,10 @@ class MTPHead(DraftHead):
             kwargs["position_embeddings"] = self.rotary(hidden, position_ids=by_axis)
         out = block(hidden, **kwargs)
         return out[0] if isinstance(out, tuple) else out
+
+    def output_head(self) -> nn.Module:
+        """Return the target's own output head."""
+        return self.lm_head
 
     def logits(self, layer: int, out: Tensor) -> Tensor:
         """Return the logits of the target's own output head."""

@@ -15,7 +15,7 @@ from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.engines.transformers.heads.base import DraftHead, join
 from windowed_mtp.engines.transformers.heads.eagle3_config import Eagle3Config
 from windowed_mtp.engines.transformers.loading import Checkpoint, fill
-from windowed_mtp.errors import CheckpointError
+from windowed_mtp.errors import CheckpointError, VocabularyError
 
 
 class Eagle3Head(DraftHead):
@@ -146,6 +146,15 @@ class Eagle3Head(DraftHead):
         recycled = residual + block["mlp"](block["post_attention_layernorm"](residual))
         out = self.module["norm"](recycled)
         return out, out if self.config.norm_output else recycled
+
+    def output_head(self) -> nn.Module:
+        """Return the drafter's output head, if it covers the target's vocabulary."""
+        if self.token_ids is None:
+            return self.lm_head
+        raise VocabularyError(
+            f"the EAGLE-3 drafter has a vocabulary of its own ({len(self.token_ids)} of the model's {self.vocab_size} "
+            "tokens), which a hot vocabulary cannot cut further; leave hot_vocabulary out."
+        )
 
     def logits(self, layer: int, out: Tensor) -> Tensor:
         """Logits over the target's vocabulary, ``-inf`` where a token is not in the draft's."""
