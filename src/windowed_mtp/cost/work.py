@@ -111,9 +111,7 @@ def draft_work(
     for index in range(gamma):
         queries = gamma + 1 if index == 0 else 1
         length = context + gamma + 1 + index
-        keys = length
-        if window is not None and window.engages(length):
-            keys = min(length, window.num_keys(length) + queries - 1)
+        keys = length if window is None else min(length, window.num_keys(length) + queries - 1)
         work += _layers(geometry.draft, queries, keys, keys - queries, batch, CACHE_WIDTH[kv_dtype], tensor_parallel)
         work += _output_head(geometry, rows, batch, tensor_parallel)
     return _sum(work)
