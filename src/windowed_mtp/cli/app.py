@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -14,6 +14,7 @@ from windowed_mtp import __version__
 from windowed_mtp.cli import vocab
 from windowed_mtp.cli.bench import bench
 from windowed_mtp.cli.demo import demo
+from windowed_mtp.cli.doctor import doctor
 from windowed_mtp.cli.generate import generate
 from windowed_mtp.cli.output import errors
 from windowed_mtp.cli.verify import verify_lossless
@@ -35,14 +36,16 @@ COMMANDS: dict[str, Callable[..., int]] = {
 }
 
 
-def _add(group: typer.Typer, commands: Mapping[str, Callable[..., int]]) -> None:
+def _add(group: typer.Typer, commands: Mapping[str, Callable[..., int]], **settings: Any) -> None:
     """Add commands to a group, each with its docstring as its help."""
     for name, command in commands.items():
         paragraphs = (command.__doc__ or "").split("\n\n")
-        group.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(command)
+        text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        group.command(name, help=text, context_settings=dict(settings))(command)
 
 
 _add(app, COMMANDS)
+_add(app, {"doctor": doctor}, ignore_unknown_options=True, help_option_names=["--help"])  # it hands flags on
 vocab_app = typer.Typer(rich_markup_mode="rich")
 _add(vocab_app, vocab.COMMANDS)
 app.add_typer(vocab_app, name="vocab", help="Hot vocabularies: the tokens that a draft may propose.")

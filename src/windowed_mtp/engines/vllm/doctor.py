@@ -1,0 +1,231 @@
+"""What an engine would do with its window, and what is wrong with its draft, told from the flags of ``vllm serve``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from windowed_mtp.engines.vllm.config import PluginConfig
+from windowed_mtp.engines.vllm.doctor_acceptance import acceptance
+from windowed_mtp.engines.vllm.doctor_blocks import Blocks, blocks_of, text_config
+from windowed_mtp.engines.vllm.doctor_head import head_findings
+from windowed_mtp.engines.vllm.doctor_rope import rope_findings
+from windowed_mtp.engines.vllm.findings import DoctorResult, Finding, Level
+from windowed_mtp.engines.vllm.serve_flags import serve_config
+from windowed_mtp.engines.vllm.summary import Drafting, LayerGroup, describe, engages_from
+from windowed_mtp.engines.vllm.symbols import V1, V2, missing, unknown_version
+from windowed_mtp.results import Provenance
+
+WITHOUT_ATTENTION = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+"""Drafters that keep no keys of their own."""
+LARGE_BLOCK = 256
+"""Prompts shorter than a block of this size are common."""
+
+
+def diagnose(flags: Sequence[str], metrics: str | None = None) -> DoctorResult:
+    """Look at an engine before it is started.
+
+    No weights are loaded, except a head's norms from a checkpoint on this machine.
+
+    Parameters
+    ----------
+    flags : sequence of str
+        A model and flags, as ``vllm serve`` takes them.
+    metrics : str, optional
+        Text of a running server's ``/metrics``.
+
+    Returns
+    -------
+    DoctorResult
+        What would be in force, and the findings.
+
+    Raises
+    ------
+    PluginError
+        If vLLM is not installed or refuses the flags, the plugin's settings are wrong, or ``metrics`` is not vLLM's.
+    """
+    judged = [] if metrics is None else [acceptance(metrics)]
+    vllm_config = serve_config(flags)
+
+    import vllm
+
+    config = PluginConfig.read(vllm_config.additional_config)
+    blocks = blocks_of(vllm_config)
+    findings = [*version_findings(vllm_config, vllm.__version__), *_window_findings(vllm_config, config, blocks)]
+    in_force = None
+    if config is not None and all(finding.level != "problem" for finding in findings):
+        in_force = _in_force(vllm_config, config, blocks)
+    if vllm_config.speculative_config is not None:
+        findings += draft_findings(vllm_config)
+    findings += [*prefix_findings(vllm_config, blocks), *judged]
+    return DoctorResult(
+        provenance=Provenance.collect(),
+        settings={"model": vllm_config.model_config.model, "flags": " ".join(flags), "vllm": vllm.__version__},
+        in_force=in_force,
+        rows=tuple(findings),
+    )
+
+
+def version_findings(vllm_config: Any, version: str) -> Iterator[Finding]:
+    """Judge whether the plugin knows this vLLM."""
+    runner = V2 if getattr(vllm_config, "use_v2_model_runner", False) else V1
+    unknown, lacking = unknown_version(version), missing(runner, version)
+    if lacking is not None or unknown is not None:
+        yield Finding(
+            check="version", level="problem",
+            cause=unknown or f"this vLLM ({version}) has no {lacking}, which the window rests on",
+            remedy="install a vLLM that is known, or a newer windowed-mtp",
+        )  # fmt: skip
+    else:
+        which = "V2" if runner == V2 else "V1"
+        yield Finding(
+            check="version", level="ok", cause=f"this vLLM ({version}, {which} runner) has what the window needs"
+        )
+
+
+def _window_findings(vllm_config: Any, config: PluginConfig | None, blocks: Blocks | None) -> Iterator[Finding]:
+    speculative = vllm_config.speculative_config
+    if config is None:
+        yield Finding(
+            check="window", level="warning", cause="no window is configured, so the draft reads every key",
+            remedy='add --additional-config \'{"windowed_mtp": {"sink": 64, "window": 4032}}\'',
+        )  # fmt: skip
+        return
+    level: Level = "problem"
+    stops = "the engine would not start" if config.strict else "the engine would run without the window"
+    if speculative is None:
+        yield Finding(
+            check="window", level=level, cause=f"there is a window but no --speculative-config, so {stops}",
+            remedy="add a --speculative-config, or take the window out",
+        )  # fmt: skip
+        return
+    if speculative.method in WITHOUT_ATTENTION:
+        yield Finding(
+            check="window", level=level,
+            cause=f"the drafter ({speculative.method}) has no attention to window, so {stops}",
+            remedy="use a drafter with attention (mtp, eagle3, dflash, a draft model), or take the window out",
+        )  # fmt: skip
+        return
+    reason = left_alone(vllm_config)
+    if reason is not None:
+        yield Finding(
+            check="window", level=level, cause=f"the draft's layers would be left alone, as {reason}, so {stops}",
+            remedy="take the window out: it cannot help this draft",
+        )  # fmt: skip
+        return
+    drafting = _drafting(vllm_config, config)
+    if not config.window_first_pass and (drafting.one_pass or drafting.tokens == 1):
+        yield Finding(
+            check="window", level=level,
+            cause='"window_first_pass" is false and the drafter has only that pass, so the engine would not start',
+            remedy="leave window_first_pass out",
+        )  # fmt: skip
+        return
+    block = blocks.kernel if blocks is not None else 1
+    start, longest = engages_from(config.window, block), vllm_config.model_config.max_model_len
+    if start > longest:
+        yield Finding(
+            check="window", level=level,
+            cause=f"the window has no effect: it leaves keys out from a context of {start:,} tokens on, and the "
+            f"maximum is {longest:,}",
+            remedy="lower sink, window or min_context, or raise --max-model-len",
+        )  # fmt: skip
+    elif start > longest // 2:
+        yield Finding(
+            check="window", level="warning",
+            cause=f"the window leaves keys out only from a context of {start:,} tokens on, of {longest:,} at most",
+            remedy="a smaller window or min_context would help more requests, if AL stays",
+        )  # fmt: skip
+    else:
+        yield Finding(
+            check="window", level="ok", cause=f"keys are left out from a context of {start:,} tokens on, of {longest:,}"
+        )
+
+
+def left_alone(vllm_config: Any) -> str | None:
+    """Say why the draft's layers could not be windowed, as far as configs tell; ``None`` if they could."""
+    if getattr(vllm_config.model_config, "rswa_window", None) is not None:
+        return "the model has a reference sliding window (R-SWA)"
+    if vllm_config.parallel_config.decode_context_parallel_size > 1:
+        return "decode context parallelism spreads its keys over ranks"
+    speculative = vllm_config.speculative_config
+    draft = text_config(speculative.draft_model_config)
+    if draft.get("index_topk"):
+        return "they select their keys by a sparse index"
+    if draft.get("model_type") == "bloom" or draft.get("alibi") or (draft.get("attn_config") or {}).get("alibi"):
+        return "they use ALiBi"
+    kinds = draft.get("mtp_layer_types") if speculative.method == "mtp" else draft.get("layer_types")
+    if kinds:
+        return "they have a sliding window of their own" if set(kinds) == {"sliding_attention"} else None
+    own = speculative.method != "mtp" and draft.get("sliding_window") and draft.get("use_sliding_window", True)
+    return "they have a sliding window of their own" if own else None
+
+
+def draft_findings(vllm_config: Any) -> Iterator[Finding]:
+    """Look at the draft's positions and, for a built-in head, at its tensors."""
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    draft = speculative.draft_model_config
+    if speculative.method in WITHOUT_ATTENTION or draft is None:
+        return
+    from transformers import PretrainedConfig
+
+    stored, _ = PretrainedConfig.get_config_dict(draft.model)
+    if speculative.method == "mtp":
+        layers = model.get_total_num_hidden_layers()
+        yield from head_findings(draft.model, stored, layers)
+    trained = stored.get("max_position_embeddings") or (stored.get("text_config") or {}).get("max_position_embeddings")
+    own = draft.model != model.model
+    length = model.max_model_len
+    yield from rope_findings(text_config(model), text_config(draft), trained if own else None, length)
+
+
+def prefix_findings(vllm_config: Any, blocks: Blocks | None) -> Iterator[Finding]:
+    """Judge what prefixes of prompts can be found in the cache again."""
+    cached = blocks.cached if blocks is not None else vllm_config.cache_config.block_size
+    if not vllm_config.cache_config.enable_prefix_caching:
+        yield Finding(
+            check="prefix cache", level="warning", cause="prefix caching is off: every prompt is computed whole",
+            remedy="add --enable-prefix-caching if prompts share their beginnings",
+        )  # fmt: skip
+    elif cached and cached >= LARGE_BLOCK:
+        drops = _drops_last_block(vllm_config.speculative_config)
+        least = cached * (2 if drops else 1)
+        why = (
+            " (a hybrid's attention block is raised to its recurrent state's size)"
+            if vllm_config.model_config.is_hybrid
+            else ""
+        )
+        more = ", and this drafter gives up the last block of a hit" if drops else ""
+        yield Finding(
+            check="prefix cache", level="warning",
+            cause=f"prefix hits come in blocks of {cached:,} tokens{why}{more}: a common beginning shorter than "
+            f"{least:,} tokens is never found",
+            remedy="expect no hits for short prompts, with or without the window; a smaller --block-size helps only "
+            "where the model is no hybrid",
+        )  # fmt: skip
+    else:
+        yield Finding(check="prefix cache", level="ok", cause=f"prefix hits come in blocks of {cached:,} tokens")
+
+
+def _drops_last_block(speculative: Any) -> bool:
+    if speculative is None:
+        return False
+    return bool(getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)())
+
+
+def _drafting(vllm_config: Any, config: PluginConfig) -> Drafting:
+    speculative = vllm_config.speculative_config
+    one_pass = bool(getattr(speculative, "parallel_drafting", False)) or speculative.method == "dflash"
+    return Drafting(speculative.num_speculative_tokens, one_pass, config.window_first_pass)
+
+
+def _in_force(vllm_config: Any, config: PluginConfig, blocks: Blocks | None) -> str:
+    if blocks is None:
+        window = config.window
+        return (
+            f"sink {window.sink:,} and window {window.window:,}, each rounded up to blocks whose size is only known "
+            "at the start."
+        )
+    draft = vllm_config.speculative_config.draft_model_config
+    group = LayerGroup(draft.get_total_num_hidden_layers(), blocks.backend, blocks.kernel)
+    return describe(config.window, _drafting(vllm_config, config), [group], vllm_config.model_config.max_model_len)

@@ -1,0 +1,205 @@
+"""What the doctor reads from checkpoints' names, configs and counters; without vLLM."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from windowed_mtp.cli import main
+from windowed_mtp.engines.vllm.config import PluginError
+from windowed_mtp.engines.vllm.doctor_acceptance import acceptance
+from windowed_mtp.engines.vllm.doctor_head import (
+    expected_layers,
+    head_findings,
+    head_names,
+    head_presence,
+    head_quantisation,
+    tensor_files,
+)
+from windowed_mtp.engines.vllm.doctor_rope import rope_findings, rope_of
+
+METRICS = """
+# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{{engine="0",model_name="m"}} {drafts}
+vllm:spec_decode_num_drafts_created{{engine="0",model_name="m"}} 1.7e+09
+vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="m"}} 3000.0
+vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="m"}} {accepted}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="0"}} {accepted}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="1"}} 0.0
+vllm:num_requests_running{{engine="0"}} 3.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("drafts", "accepted", "level", "match"),
+    [
+        (1000, 1400, "ok", "AL is 2.40 over 1,000 steps, accepted by position 1.40 0.00"),
+        (1000, 10, "problem", "AL is 1.01 over 1,000 steps"),
+        (50, 70, "warning", "AL is 2.40 over 50 steps"),
+        (0, 0, "warning", "has not drafted yet"),
+    ],
+)
+def test_acceptance_by_the_counters(drafts: int, accepted: int, level: str, match: str):
+    found = acceptance(METRICS.format(drafts=float(drafts), accepted=float(accepted)))
+    assert found.level == level and match in found.cause
+    assert (found.remedy is None) == (level == "ok")
+
+
+def test_counters_of_several_engines_are_added_up():
+    first, second = METRICS.format(drafts="400", accepted="400"), METRICS.format(drafts="600", accepted="1100")
+    assert "AL is 2.50 over 1,000 steps" in acceptance(first + second.replace('engine="0"', 'engine="1"')).cause
+
+
+def test_other_metrics_are_refused():
+    with pytest.raises(PluginError, match="hold no vllm:spec_decode counters"):
+        acceptance("vllm:num_requests_running 3.0\n")
+
+
+NAMES = {
+    "mtp.fc.weight": True,
+    "model.language_model.mtp.layers.0.self_attn.q_proj.weight": True,
+    "model.mtp_layers.0.input_layernorm.weight": True,
+    "model.layers.61.eh_proj.weight": True,
+    "language_model.model.layers.61.mlp.experts.3.up_proj.weight": True,
+    "model.layers.60.mlp.down_proj.weight": False,
+    "model.embed_tokens.weight": False,
+    "model.prompted.weight": False,
+    "visual.blocks.70.attn.qkv.weight": False,
+}
+
+
+def test_tensors_of_a_head_are_told_by_name_or_by_layer():
+    assert head_names(list(NAMES), 61) == sorted(name for name, belongs in NAMES.items() if belongs)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"mtp_num_hidden_layers": 1}, 1),
+        ({"text_config": {"num_nextn_predict_layers": 3}}, 3),
+        ({"num_nextn_predict_layers": 0}, 0),
+        ({}, None),
+    ],
+)
+def test_layers_that_a_config_names(config: dict[str, Any], expected: int | None):
+    assert expected_layers(config) == expected
+
+
+def test_a_head_that_is_missing_or_incomplete():
+    one = ["mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight"]
+    assert head_presence([], 1).level == "problem"
+    assert head_presence(one, 1).level == head_presence(one, None).level == "ok"
+    assert "15" not in head_presence(one, 1).cause and "2 tensors of 1 layer" in head_presence(one, 1).cause
+    wrong = head_presence(one, 3)
+    assert wrong.level == "problem" and "says 3 layers of MTP, but the checkpoint holds tensors of 1" in wrong.cause
+
+
+UP, GATE = "mtp.layers.0.mlp.up_proj", "mtp.layers.0.mlp.gate"
+PLAIN = [f"{UP}.weight", f"{GATE}.weight"]
+SCALED = [f"{UP}.weight", f"{UP}.weight_scale_inv", f"{GATE}.weight"]
+LATER = ["model.layers.61.mlp.up_proj.qweight", "model.layers.61.mlp.up_proj.scales"]
+
+
+@pytest.mark.parametrize(
+    ("head", "settings", "level"),
+    [
+        (PLAIN, None, None),
+        (PLAIN, {"ignore": ["lm_head", "re:.*mtp.*"]}, "ok"),
+        (PLAIN, {"modules_to_not_convert": ["mtp.layers.0"]}, "ok"),
+        (PLAIN, {"exclude_modules": ["mtp*"]}, "ok"),
+        (PLAIN, {"ignore": ["lm_head", "mlp.up", GATE]}, "warning"),
+        (PLAIN, {"ignore": []}, "warning"),
+        (SCALED, {"ignore": ["lm_head", GATE, "mtp.fc"]}, "ok"),
+        (SCALED, {"ignore": ["mtp"]}, "warning"),
+        (LATER, {"ignore": ["model.layers.60*"]}, "ok"),
+        (LATER, {"ignore": ["model.layers.61*"]}, "warning"),
+    ],
+)
+def test_a_head_that_is_quantised_otherwise_than_its_config_says(head: list[str], settings: Any, level: str | None):
+    found = head_quantisation(head, {"quantization_config": settings})
+    assert (found.level if found else None) == level
+
+
+def checkpoint(folder: Path, norm: torch.Tensor, sharded: bool) -> Path:
+    folder.mkdir()
+    target = {"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}
+    head = {"mtp.norm.weight": norm, "mtp.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}
+    if not sharded:
+        save_file(target | head, folder / "model.safetensors")
+        return folder
+    for name, part in (("a.safetensors", target), ("b.safetensors", head)):
+        save_file(part, folder / name)
+    files = {**dict.fromkeys(target, "a.safetensors"), **dict.fromkeys(head, "b.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_head_that_was_never_trained(sharded: bool, tmp_path: Path):
+    trained = checkpoint(tmp_path / "trained", torch.tensor([1.0, 0.9]), sharded)
+    assert len(tensor_files(trained)) == 3
+    assert [found.level for found in head_findings(str(trained), {"mtp_num_hidden_layers": 1}, 1)] == ["ok"]
+    fresh = checkpoint(tmp_path / "fresh", torch.ones(2), sharded)
+    found = list(head_findings(str(fresh), {"mtp_num_hidden_layers": 1}, 1))
+    assert [each.level for each in found] == ["ok", "warning"] and "may be random" in found[1].cause
+
+
+def test_a_checkpoint_that_is_not_here_cannot_be_looked_at(tmp_path: Path):
+    [found] = head_findings("nobody/such-a-model-7b", {}, 1)
+    assert found.level == "warning" and "not on this machine" in found.cause and found.remedy is not None
+    [empty] = head_findings(str(tmp_path), {}, 1)
+    assert empty.level == "warning" and "no safetensors files" in empty.cause
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+def test_rope_settings_of_either_style_are_one():
+    new = {"rope_parameters": {**YARN, "rope_theta": 1e6}}
+    old = {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1e6}
+    assert rope_of(new) == rope_of(old)
+    assert rope_of({})["theta"] == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "trained", "found"),
+    [
+        ({}, {}, None, [("rope", "ok")]),
+        ({}, {}, 4096, [("rope", "ok")]),
+        ({}, {}, 4095, [("length", "warning")]),
+        ({"rope_scaling": YARN}, {}, None, [("rope", "problem")]),
+        ({"rope_scaling": YARN}, {"rope_scaling": {**YARN, "factor": 2.0}}, None, [("rope", "problem")]),
+        ({"rope_scaling": YARN}, {"rope_scaling": YARN}, None, [("rope", "ok")]),
+        ({}, {"rope_scaling": YARN}, None, [("rope", "warning")]),
+        ({"rope_theta": 1e6}, {"rope_theta": 1e4}, 512, [("rope", "warning"), ("length", "warning")]),
+    ],
+)
+def test_positions_of_a_draft(target: Any, draft: Any, trained: int | None, found: list[tuple[str, str]]):
+    made = list(rope_findings(target, draft, trained, 4096))
+    assert [(each.check, each.level) for each in made] == found
+    assert all((each.remedy is None) == (each.level == "ok") for each in made)
+
+
+def test_bad_usage_gets_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    cases = [
+        (["m", "--metrics", str(tmp_path / "none")], "cannot read"),
+        (["m", "--metrics", "http://127.0.0.1:9/metrics"], "cannot read http://127.0.0.1:9/metrics: "),
+        (["m", "--json", str(tmp_path / "none" / "out.json")], "does not exist"),
+        (["m", "--engine", "other"], "other"),
+    ]
+    if find_spec("vllm") is None:
+        cases.append((["m", "-tp", "2", "--max-model-len", "9"], "vLLM is not installed here"))
+    for given, match in cases:
+        assert main(["doctor", *given]) == 2
+        shown = capsys.readouterr()
+        assert match in shown.err and shown.err.startswith("Error: ") and shown.out == ""
+
+
+def test_the_short_help_flag_is_ours(capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", "-h"]) == 0
+    assert "--metrics" in capsys.readouterr().out

@@ -1,0 +1,166 @@
+"""What the doctor says of engines, from the flags that vLLM would get; none but one is started."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vllm is not installed; run make test-vllm")
+
+from engines import engine
+from models import llama_with_eagle3
+from ngram import NGRAM, plugin_log
+from safetensors.torch import load_file, save_file
+
+from windowed_mtp.cli import main
+from windowed_mtp.engines.vllm.config import PluginError
+from windowed_mtp.engines.vllm.doctor import diagnose
+from windowed_mtp.engines.vllm.findings import DoctorResult, Finding
+from windowed_mtp.reference import checkpoint_path
+
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+WINDOW = {"sink": 4, "window": 300}
+
+
+def flags(model: Any, drafter: dict[str, Any] | None, window: dict[str, Any] | None, *others: str) -> list[str]:
+    made = [str(model), "--dtype", "bfloat16", *others]
+    if "--max-model-len" not in others:
+        made += ["--max-model-len", "4096"]
+    if drafter is not None:
+        made += ["--speculative-config", json.dumps(drafter)]
+    return made if window is None else [*made, "--additional-config", json.dumps({"windowed_mtp": window})]
+
+
+def rows(result: DoctorResult) -> dict[str, Finding]:
+    return {row.check: row for row in result.rows}
+
+
+def test_it_says_before_the_start_what_the_log_says_after_it():
+    result = diagnose(flags(checkpoint_path(), MTP, WINDOW, "--port", "8001"))
+    assert result.passed
+    assert {row.check: row.level for row in result.rows} == {
+        "version": "ok", "window": "ok", "head": "ok", "rope": "ok", "prefix cache": "warning",
+    }  # fmt: skip
+    with plugin_log() as lines, engine(window=WINDOW):
+        assert lines == [("INFO", f"Windowed MTP is in force: {result.in_force}")]
+
+
+def test_prefix_hits_in_blocks_of_a_hybrid():
+    found = rows(diagnose(flags(checkpoint_path(), MTP, None, "--enable-prefix-caching")))
+    assert "in blocks of 384 tokens" in found["prefix cache"].cause
+    assert "shorter than 768 tokens is never found" in found["prefix cache"].cause
+    assert found["window"].level == "warning" and "no window is configured" in found["window"].cause
+    off = rows(diagnose(flags(checkpoint_path(), None, None, "--no-enable-prefix-caching")))
+    assert "prefix caching is off" in off["prefix cache"].cause
+
+
+def test_a_head_that_is_missing(tmp_path: Path):
+    shutil.copytree(checkpoint_path(), tmp_path / "headless")
+    file = tmp_path / "headless" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}, file)
+    result = diagnose(flags(tmp_path / "headless", MTP, WINDOW))
+    assert not result.passed
+    assert rows(result)["head"].level == "problem"
+    assert "holds no tensors of an MTP head" in rows(result)["head"].cause
+
+
+@pytest.mark.parametrize(
+    ("window", "match"),
+    [
+        ({"sink": 4, "window": 4032}, "leaves keys out from a context of 4,800 tokens on, and the maximum is 4,096"),
+        ({**WINDOW, "min_context": 5000}, "from a context of 5,000 tokens on, and the maximum is 4,096"),
+    ],
+)
+def test_a_window_without_effect(window: dict[str, Any], match: str):
+    result = diagnose(flags(checkpoint_path(), MTP, window))
+    assert result.in_force is None and not result.passed
+    assert rows(result)["window"].level == "problem" and match in rows(result)["window"].cause
+
+
+@pytest.mark.parametrize(("strict", "match"), [(True, "would not start"), (False, "would run without the window")])
+def test_a_drafter_without_attention(strict: bool, match: str):
+    target, _ = llama_with_eagle3()
+    result = diagnose(flags(target, NGRAM, {**WINDOW, "strict": strict}, "--skip-tokenizer-init"))
+    assert result.in_force is None
+    assert "ngram" in rows(result)["window"].cause and match in rows(result)["window"].cause
+
+
+def test_one_pass_that_is_to_be_left_alone():
+    drafter = {**MTP, "num_speculative_tokens": 1}
+    result = diagnose(flags(checkpoint_path(), drafter, {**WINDOW, "window_first_pass": False}))
+    assert "the drafter has only that pass" in rows(result)["window"].cause and result.in_force is None
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("of_target", "of_draft", "check", "level", "match"),
+    [
+        ({}, {}, "rope", "ok", "are the target's"),
+        ({"rope_parameters": YARN}, {}, "rope", "problem", "rope is yarn with factor 4, the draft's unscaled"),
+        ({"rope_parameters": YARN}, {"rope_parameters": YARN}, "rope", "ok", "are the target's"),
+        ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope", "warning", "theta 500,000"),
+        (
+            {},
+            {"max_position_embeddings": 512},
+            "length",
+            "warning",
+            "made for 512 positions, and the engine serves 4,096",
+        ),
+        ({}, {"sliding_window": 128}, "window", "problem", "they have a sliding window of their own"),
+    ],
+)
+def test_a_draft_of_another_length_or_rope(
+    of_target: Any, of_draft: Any, check: str, level: str, match: str, tmp_path: Path
+):
+    folders = []
+    for source, changes in zip(llama_with_eagle3(), (of_target, of_draft), strict=True):
+        folder = tmp_path / Path(source).name
+        shutil.copytree(source, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        folders.append(str(folder))
+    drafter = {"method": "eagle3", "model": folders[1], "num_speculative_tokens": 3}
+    result = diagnose(flags(folders[0], drafter, WINDOW, "--skip-tokenizer-init"))
+    assert rows(result)[check].level == level
+    assert match in rows(result)[check].cause
+    assert result.passed == (level != "problem")
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (["--no-such-flag"], "vllm serve does not take this: unrecognized arguments: --no-such-flag"),
+        (["--max-model-len", "many"], "vllm serve does not take this: argument --max-model-len"),
+        (["--max-num-seqs", "0"], "vLLM refuses these flags: "),
+    ],
+)
+def test_flags_that_vllm_does_not_take_get_one_sentence(given: list[str], match: str):
+    with pytest.raises(PluginError) as caught:
+        diagnose([str(checkpoint_path()), *given])
+    assert str(caught.value).startswith(match) and "\n" not in str(caught.value)
+
+
+def test_a_model_that_is_not_there_gets_one_sentence(tmp_path: Path):
+    with pytest.raises(PluginError, match="vLLM refuses these flags") as caught:
+        diagnose([str(tmp_path / "nothing")])
+    assert "\n" not in str(caught.value)
+
+
+def test_exit_codes_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    metrics, file = tmp_path / "metrics.txt", tmp_path / "doctor.json"
+    metrics.write_text("vllm:spec_decode_num_drafts_total 500\nvllm:spec_decode_num_accepted_tokens_total 900\n")
+    good = flags(checkpoint_path(), MTP, WINDOW)
+    assert main(["doctor", "--engine", "vllm", *good, "--metrics", str(metrics), "--json", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "In force" in shown and "AL is 2.80 over 500 steps" in shown and "1 warning" in shown
+    saved = DoctorResult.load(file)
+    assert saved.in_force is not None and saved.rows[-1].cause.startswith("AL is 2.80")
+    assert main(["doctor", *flags(checkpoint_path(), None, WINDOW)]) == 1
+    assert "There is a window but no --speculative-config" in capsys.readouterr().out
+    assert main(["doctor", *good, "--no-such-flag"]) == 2
+    assert capsys.readouterr().err.startswith("Error: vllm serve does not take this")
