@@ -97,7 +97,7 @@ def draft_layers(llm: LLM) -> dict[str, Any]:
 
 def block_size(llm: LLM) -> int:
     """Block size of the draft's attention kernel."""
-    return int(next(iter(draft_layers(llm).values())).kv_cache.shape[2])
+    return int(next(iter(draft_layers(llm).values())).kv_cache.shape[-2])
 
 
 @contextmanager
@@ -124,6 +124,7 @@ def watch(
     seen, drafter, builder = Seen(), runner_of(llm).drafter, draft_builder(llm)
     layers, size = list(draft_layers(llm).values()), block_size(llm)
     build, propose = builder.build_for_drafting, drafter.propose
+    kernels = [(layer, "forward_impl") if _latent(layer) else (layer.impl, "forward") for layer in layers]
     shadows = [_Shadow(layer, size) for layer in layers] if observe else []
     current: list[DraftPass] = []
     used: set[int] = set()
@@ -140,18 +141,19 @@ def watch(
         return made
 
     def forward_of(index: int, original: Any) -> Any:
-        def forward(layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, meta: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            query, _, _, kv_cache, meta = args[-5:]
             if meta is None or not current:
-                return original(layer, query, key, value, kv_cache, meta, **kwargs)
+                return original(*args, **kwargs)
             made = current[0]
             used.update(made.owned_blocks(size))
             blocks = made.excluded_blocks(poison, size) if poison is not None else []
             saved = kv_cache[blocks].clone()
             kv_cache[blocks] = float("nan")
-            result = original(layer, query, key, value, kv_cache, meta, **kwargs)
+            result = original(*args, **kwargs)
             kv_cache[blocks] = saved
             seen.poisoned += len(blocks)
-            made.keys_read += int(meta.seq_lens.sum())
+            made.keys_read += _keys_read(meta)
             if observe:
                 shadow = shadows[index]
                 observe(replace(made, query=query, output=kwargs["output"], keys=shadow.keys, values=shadow.values))
@@ -163,34 +165,61 @@ def watch(
 
     try:
         builder.build_for_drafting, drafter.propose = build_for_drafting, recorded
-        for index, layer in enumerate(layers):
-            layer.impl.forward = forward_of(index, layer.impl.forward)
+        for index, (holder, name) in enumerate(kernels):
+            setattr(holder, name, forward_of(index, getattr(holder, name)))
         yield seen
     finally:
         del builder.build_for_drafting, drafter.propose
-        for layer in layers:
-            del layer.impl.forward
+        for holder, name in kernels:
+            delattr(holder, name)
         for layer in layers if poison is not None else ():
             layer.kv_cache[sorted(used)] = layer.kv_cache[sorted(used)].nan_to_num(0.0)
         for shadow in shadows:
             shadow.remove()
 
 
+def _latent(layer: Any) -> bool:
+    return bool(layer.attn_backend.is_mla())
+
+
+def _keys_read(meta: Any) -> int:
+    """Sum of the lengths of a pass's rows, as its kernels are given them."""
+    if hasattr(meta, "seq_lens"):
+        return int(meta.seq_lens.sum())
+    decoded = 0 if meta.decode is None else int(meta.decode.seq_lens.sum())
+    if meta.prefill is None:
+        return decoded
+    context = meta.prefill.chunked_context
+    chunks = [] if context is None else context.chunks
+    return decoded + int(meta.prefill.query_lens_cpu.sum()) + sum(chunk.num_context_tokens for chunk in chunks)
+
+
 class _Shadow:
-    """A layer's keys and values by slot, in the order that they were computed in, whatever the kernel's own layout."""
+    """What a layer caches by slot, in the order that it was computed in, whatever the kernel's own layout.
+
+    These are keys and values; with latent attention they are the latent vectors and the keys' rotary parts.
+    """
 
     def __init__(self, layer: Any, size: int) -> None:
-        shape = (layer.kv_cache.shape[0] * size, layer.kv_cache.shape[1], layer.head_size)
-        self.keys, self.values = (torch.full(shape, float("nan")) for _ in range(2))
+        self.slots, self.first = layer.kv_cache.shape[0] * size, 0 if _latent(layer) else 1
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
         self.impl, original = layer.impl, layer.impl.do_kv_cache_update
 
-        def update(layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-            used = slot_mapping[slot_mapping >= 0]
-            self.keys[used] = key[: len(slot_mapping)][slot_mapping >= 0].float()
-            self.values[used] = value[: len(slot_mapping)][slot_mapping >= 0].float()
-            original(layer, key, value, kv_cache, slot_mapping)
+        def update(*args: Any) -> None:
+            key, value, _, slot_mapping = args[self.first : self.first + 4]
+            used = slot_mapping >= 0
+            self.keys = self._written(self.keys, key[: len(used)][used], slot_mapping[used])
+            self.values = self._written(self.values, value[: len(used)][used], slot_mapping[used])
+            original(*args)
 
         self.impl.do_kv_cache_update = update
+
+    def _written(self, shadow: Tensor | None, new: Tensor, slots: Tensor) -> Tensor:
+        if shadow is None:
+            shadow = torch.full((self.slots, *new.shape[1:]), float("nan"))
+        shadow[slots] = new.float()
+        return shadow
 
     def remove(self) -> None:
         del self.impl.do_kv_cache_update

@@ -10,15 +10,19 @@ from windowed_mtp import SinkWindow
 
 
 def check_poison(
-    llm: LLM, prompts: list[list[int]], window: SinkWindow, tokens: int = 24
+    llm: LLM, prompts: list[list[int]], window: SinkWindow, tokens: int = 24, warm: list[list[int]] | None = None
 ) -> tuple[list[Answer], Seen, Seen]:
     """Put NaN where a window excludes, with the window in force and without it, and compare with the clean runs.
 
-    Returns what the clean windowed run answered and saw, and what the poisoned windowed run saw.
+    Every run finds just the prompts in ``warm`` cached. Returns what the clean windowed run answered and saw, and what
+    the poisoned windowed run saw.
     """
     runs = {}
     for name, in_force in (("windowed", window), ("full", SinkWindow(window.sink, window.window, OFF))):
         for arm, poison in ((name, None), (f"{name}-poisoned", window)):
+            assert llm.reset_prefix_cache()
+            with window_as(llm, in_force):
+                generate(llm, warm or [], 1)
             with window_as(llm, in_force), watch(llm, poison) as seen:
                 runs[arm] = generate(llm, prompts, tokens), seen
             assert (seen.poisoned > 0) == (poison is not None), arm

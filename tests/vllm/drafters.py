@@ -1,0 +1,55 @@
+"""Engines with the tiny drafters: which checkpoints each has, and what vLLM can do with it on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from engines import GAMMA, engine
+from models import llama_with_eagle3
+from models_mtp import deepseek_v3, glm4_moe
+from vllm import LLM
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A kind of drafter, with a target that it drafts for.
+
+    Attributes
+    ----------
+    method : str
+        What vLLM calls it.
+    checkpoints : callable
+        Gives the folder of the target, and that of the drafter if it has one of its own.
+    block : int
+        Block size of its attention.
+    reuses : bool
+        Whether its engine can prefill in chunks and reuse a prefix.
+    """
+
+    method: str
+    checkpoints: Callable[[], tuple[str, ...]]
+    block: int = 32
+    reuses: bool = True
+
+    def running(
+        self, window: dict[str, Any] | None = None, gamma: int = GAMMA, **options: Any
+    ) -> AbstractContextManager[LLM]:
+        """An engine with this drafter; ``gamma`` 0 for the target alone."""
+        target, *own = self.checkpoints()
+        drafter = {"method": self.method, "num_speculative_tokens": gamma, **({"model": own[0]} if own else {})}
+        settings: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "block_size": self.block,
+            "num_gpu_blocks_override": 16384 // self.block,
+            "enable_prefix_caching": self.reuses,
+            "max_model_len": 2048,
+        }
+        return engine(target, window, drafter if gamma else {}, **{**settings, **options})
+
+
+EAGLE3 = Drafter("eagle3", llama_with_eagle3)
+FULL_MTP = Drafter("mtp", lambda: (glm4_moe(),))
+LATENT_MTP = Drafter("mtp", lambda: (deepseek_v3(),), block=16, reuses=False)

@@ -1,0 +1,151 @@
+"""The ways in which a batch may run, as a product of settings, and the few of them that hold every pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+from draft_passes import Seen, block_size
+from drafters import Drafter
+from engines import GAMMA, Answer, counters, generate
+from models import random_prompts
+from poison import check_poison
+from vllm import LLM
+
+from windowed_mtp import SinkWindow
+
+WINDOW = SinkWindow(4, 64)
+BUDGET = 96
+"""Tokens a step where prompts are in chunks."""
+TOKENS = 24
+PROMPTS = {"alike": [239, 249, 253, 255], "mixed": [30, 150, 223, 383]}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run a batch.
+
+    Attributes
+    ----------
+    window : SinkWindow
+        What the draft reads.
+    gamma : int
+        Number of draft tokens.
+    lengths : str
+        A key of `PROMPTS`; ``"mixed"`` has a row that no window reaches.
+    chunks, prefixes, scarce : bool
+        Whether prompts are prefilled in chunks, whether halves of them are cached before, and whether there
+        are so few blocks that sequences are preempted.
+    """
+
+    window: SinkWindow
+    gamma: int
+    lengths: str
+    chunks: bool
+    prefixes: bool
+    scarce: bool
+
+    def __str__(self) -> str:
+        window = "-".join(str(value) for value in asdict(self.window).values())
+        flags = [name for name in ("chunks", "prefixes", "scarce") if getattr(self, name)]
+        return "+".join([f"window {window}", f"gamma {self.gamma}", self.lengths, *flags])
+
+
+def modes(drafter: Drafter) -> list[Any]:
+    """Every mode of a drafter as a test's parameter; those beyond the pairwise ones are marked ``full``."""
+    either = (False, True)
+    factors: dict[str, tuple[Any, ...]] = {
+        "window": (WINDOW, SinkWindow(0, 1), SinkWindow(40, 33, 200)),
+        "gamma": (GAMMA, 1),
+        "lengths": tuple(PROMPTS),
+        "chunks": either if drafter.reuses else (False,),
+        "prefixes": either if drafter.reuses else (False,),
+        "scarce": either,
+    }
+    rows = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
+    few = pairwise(rows)
+    return [
+        pytest.param(Mode(**row), marks=() if row in few else pytest.mark.full, id=str(Mode(**row))) for row in rows
+    ]
+
+
+def pairwise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Few of the rows, so that any two settings that stand in a row together do so in one of them."""
+    pairs = [set(combinations(row.items(), 2)) for row in rows]
+    left, chosen = set().union(*pairs), []
+    while left:
+        best = max(range(len(rows)), key=lambda index: len(pairs[index] & left))
+        chosen.append(rows[best])
+        left -= pairs[best]
+    return chosen
+
+
+@contextmanager
+def in_mode(drafter: Drafter, mode: Mode) -> Iterator[LLM]:
+    """An engine that runs `PROMPTS` in this mode."""
+    options: dict[str, Any] = {"enable_prefix_caching": mode.prefixes, "max_model_len": 512}
+    if mode.chunks:
+        options["max_num_batched_tokens"] = BUDGET
+    if mode.scarce:
+        # One block is vLLM's own; two are left once the prompts are in.
+        options["num_gpu_blocks_override"] = 3 + sum(-(-length // drafter.block) for length in PROMPTS[mode.lengths])
+    window = {name: value for name, value in asdict(mode.window).items() if value}
+    with drafter.running({"window": 1, **window}, mode.gamma, **options) as llm:
+        yield llm
+
+
+def check_mode(drafter: Drafter, mode: Mode) -> None:
+    """The poison check in one mode, and that the mode is what it says."""
+    with in_mode(drafter, mode) as llm:
+        assert block_size(llm) == drafter.block
+        before = counters(llm)["num_preemptions"]
+        prompts = random_prompts(PROMPTS[mode.lengths], seed=1)
+        warm = [prompt[: len(prompt) // 2] for prompt in prompts] if mode.prefixes else []
+        answers, seen, _ = check_poison(llm, prompts, mode.window, TOKENS, warm)
+        _check_is(mode, answers, seen)
+        assert (counters(llm)["num_preemptions"] > before) == mode.scarce
+
+
+def _check_is(mode: Mode, answers: list[Answer], seen: Seen) -> None:
+    assert max(each.draft_index for each in seen.passes) == mode.gamma - 1
+    assert any(answer.cached > 0 for answer in answers) == mode.prefixes
+    if mode.chunks:
+        rows = [row for each in seen.passes for row in each.rows]
+        assert any(BUDGET // 2 < queries < length for length, queries in rows)
+        assert max(queries for _, queries in rows) <= BUDGET
+    if mode.lengths == "mixed" and mode.window.span > TOKENS:
+        # Rows that the window does not reach, in a batch with rows that it does.
+        reached = [[mode.window.engages(length) for length in each.seq_lens] for each in seen.passes]
+        assert any(any(each) and not all(each) for each in reached)
+
+
+def check_output(drafter: Drafter) -> None:
+    """Greedy output and prefix hits with the window are those without it and without a drafter, cold and warm."""
+    block = drafter.block
+    lengths = [20, 4 * block - 1, 4 * block, 4 * block + 1, 500, 32 * block - 1, 32 * block]
+    prompts = random_prompts(lengths)
+    longer = [[*prompt, 7, 8, 9] for prompt in prompts]
+    window = {"sink": WINDOW.sink, "window": WINDOW.window}
+    outputs, cached = {}, {}
+    for name, window_of, gamma in (("target", None, 0), ("unwindowed", None, GAMMA), ("windowed", window, GAMMA)):
+        with drafter.running(window_of, gamma) as llm:
+            before = counters(llm)
+            answers = generate(llm, prompts), generate(llm, longer)
+            after = counters(llm)
+        outputs[name] = [[each.tokens for each in batch] for batch in answers]
+        cached[name] = [[each.cached for each in batch] for batch in answers]
+        if gamma:
+            drafts, accepted = (
+                after[f"spec_decode_num_{what}"] - before.get(f"spec_decode_num_{what}", 0)
+                for what in ("drafts", "accepted_tokens")
+            )
+            print(name, "acceptance length:", 1 + accepted / drafts, "cached:", cached[name])
+            assert 0.05 < accepted / drafts < 0.9 * GAMMA
+    assert outputs["windowed"] == outputs["unwindowed"] == outputs["target"]
+    assert cached["windowed"] == cached["unwindowed"]
+    for hits, length in zip(cached["windowed"][1], lengths, strict=True):
+        assert hits >= length - 2 * block if drafter.reuses else hits == 0
