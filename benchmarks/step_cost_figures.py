@@ -1,0 +1,97 @@
+"""Figures of the step-cost report: step and draft by context, beside their floors, and the draft by window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+matplotlib.rcParams.update(
+    {"svg.hashsalt": "windowed-mtp", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+)
+from matplotlib import pyplot as plt  # noqa: E402
+
+from windowed_mtp.cost.summary import (  # noqa: E402
+    Cell,
+    Floors,
+    native,
+    on_main_grid,
+    plain,
+    speculating,
+    sweep,
+    usual,
+)
+
+COLOURS = {"no speculation": "#777777", "native": "#c44e52", "windowed": "#1f6fb4"}
+
+
+def draw_figures(found: Sequence[Cell], floors: Floors, folder: Path) -> list[tuple[str, str]]:
+    """Draw each geometry's figures for the main grid.
+
+    Returns
+    -------
+    list of (str, str)
+        Title and file name of each.
+    """
+    drawn = []
+    main = {at: there for at, there in speculating(found).items() if on_main_grid(at)}
+    for name in dict.fromkeys(at.geometry for at in main):
+        here = {at.context: there for at, there in main.items() if at.geometry == name}
+        lines: dict[str, list[Cell]] = {arm: [] for arm in COLOURS}
+        for there in here.values():
+            arms = (plain(found, there[0].point), native(there), usual(there))
+            for arm, cell in zip(COLOURS, arms, strict=True):
+                lines[arm] += [cell] if cell else []
+        if len(here) > 1:
+            drawn.append(_by_context(floors, name, lines, folder))
+        swept = {context: sweep(there) for context, there in here.items() if sweep(there)}
+        if swept:
+            drawn.append(_by_window(name, swept, folder))
+    return drawn
+
+
+def _by_context(floors: Floors, name: str, lines: dict[str, list[Cell]], folder: Path) -> tuple[str, str]:
+    figure, (steps, drafts) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    for arm, found in lines.items():
+        style: dict[str, Any] = {"color": COLOURS[arm], "marker": "o", "markersize": 3}
+        steps.plot([cell.point.context for cell in found], [cell.step_ms for cell in found], label=arm, **style)
+        shares = [(cell.point.context, cell.draft_ms, floors.draft_ms(cell)) for cell in found]
+        shares = [share for share in shares if share[1] is not None]
+        if not shares or arm == "no speculation":
+            continue
+        contexts, times, least = zip(*shares, strict=True)
+        drafts.plot(contexts, times, label=arm, **style)
+        if None not in least:
+            drafts.plot(contexts, least, label=f"{arm}, floor", color=COLOURS[arm], linestyle=":")
+    for axes, what in ((steps, "step"), (drafts, "draft's share")):
+        axes.set(xlabel="tokens in the cache, thousands", ylabel="milliseconds", title=what)
+        axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1000:,.0f}")
+        _finish(axes)
+    return _save(figure, folder, f"{name}-contexts.svg", f"{name}: step and draft by context")
+
+
+def _by_window(name: str, swept: dict[int, list[Cell]], folder: Path) -> tuple[str, str]:
+    figure, axes = plt.subplots(figsize=(4.5, 3.2), layout="constrained")
+    for context, found in swept.items():
+        timed = [(cell.point.window, cell.draft_ms) for cell in found if cell.draft_ms is not None]
+        axes.plot(*zip(*timed, strict=True), marker="o", markersize=3, label=f"{context:,} tokens")
+    axes.set(xlabel="window", ylabel="milliseconds", title="draft's share", xscale="log")
+    windows = sorted({cell.point.window for found in swept.values() for cell in found if cell.point.window})
+    axes.set_xticks(windows, [str(window) for window in windows], rotation=45)
+    axes.minorticks_off()
+    _finish(axes)
+    return _save(figure, folder, f"{name}-windows.svg", f"{name}: draft by window")
+
+
+def _finish(axes: Any) -> None:
+    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+    axes.legend(frameon=False)
+
+
+def _save(figure: Any, folder: Path, file: str, title: str) -> tuple[str, str]:
+    figure.savefig(folder / file, metadata={"Date": None})
+    plt.close(figure)
+    return title, file

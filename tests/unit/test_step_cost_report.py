@@ -1,0 +1,182 @@
+"""The report on a record that is made up: geometry ``Qwen3.6-35B-A3B`` for its floors, times invented."""
+
+import importlib.util
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from windowed_mtp.cost.families import read_geometry
+from windowed_mtp.cost.record import Rates, StepPoint, StepRecord, StepRow, StepRun
+from windowed_mtp.cost.summary import Floors, cells, median_rates, plain, ratio, speculating, sweep, usual
+from windowed_mtp.engines.vllm.step_profile import KernelRow, StepProfile
+from windowed_mtp.results import Provenance
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NAME = "Qwen3.6-35B-A3B"
+RATES = [Rates(copy_bytes_per_s=bandwidth, matrix_ops_per_s={"bf16": 7e14}) for bandwidth in (4.2e12, 4.4e12, 9e12)]
+WINDOW = {"sink": 64, "window": 4032, "min_context": 0}
+TUNED = {"attention_config.flash_attn_max_num_splits_for_cuda_graph": 16}
+
+
+def make_run(rates: Rates | None) -> StepRun:
+    provenance = Provenance(
+        package="0", python="3", torch="2", transformers="5", argv=("/somewhere/bench", "MODEL"), device="no device",
+        threads=1, seed=0, commit=None, date=datetime(2026, 1, 2, tzinfo=UTC),
+    )  # fmt: skip
+    return StepRun(provenance=provenance, software={"vllm": "0"}, machine="made up", rates=rates)
+
+
+def make_rows(arm: str, context: int, times: list[float], draft: float | None = None, **point: Any) -> list[StepRow]:
+    gamma = {"gamma": 0 if arm == "none" else 6}
+    window = WINDOW if arm == "windowed" else {}
+    made = StepPoint(**{"geometry": NAME, "arm": arm, "context": context, **gamma, **window, **point})
+    return [
+        StepRow(
+            point=made, repeat=repeat, steps=1, step_ms=time, draft_ms=draft, clock_mhz=1700 + repeat,
+            temperature_c=40.0, date=datetime(2026, 1, 2, tzinfo=UTC),
+        )
+        for repeat, time in enumerate(times)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def record() -> StepRecord:
+    rows = [
+        *make_rows("none", 8192, [4.0, 4.0, 4.0]),
+        *make_rows("native", 8192, [10.0, 12.0, 20.0], 2.4),
+        *make_rows("windowed", 8192, [10.0, 10.0, 10.0], 2.3),
+        *make_rows("none", 1_040_000, [10.0, 11.0, 12.0]),
+        *make_rows("native", 1_040_000, [22.0, 22.0, 22.0], 6.4),
+        *make_rows("windowed", 1_040_000, [20.0, 17.6, 16.0], 2.4),
+        *make_rows("windowed", 1_040_000, [18.0], 2.5, window=16_384),
+        *make_rows("none", 1_040_000, [8.0], settings=TUNED),
+        *make_rows("native tuned", 1_040_000, [18.0], 6.0, settings=TUNED),
+        *make_rows("windowed", 1_040_000, [12.5], 1.2, settings={**TUNED, "hot_vocabulary.size": 32_768}),
+        *make_rows("windowed", 131_072, [33.0], 3.0, batch=4),
+    ]
+    runs = tuple(make_run(rates) for rates in [*RATES, None])
+    return StepRecord(provenance=runs[0].provenance, settings={}, runs=runs, rows=tuple(rows))
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("step_cost_report", BENCHMARKS / "step_cost_report.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_ratio_is_the_median_over_pairs(record: StepRecord):
+    found = cells(record)
+    native, windowed = found[1], found[2]
+    assert ratio(native, windowed) == (1.2, 1.0, 2.0, 3)
+    assert ratio(found[4], found[5]) == (22 / 17.6, 1.1, 22 / 16, 3)
+    assert ratio(found[4], found[6]) == (22 / 18, 22 / 18, 22 / 18, 1)
+    assert native.step_ms == 12.0 and native.draft_ms == 2.4 and native.verify_ms is None
+
+
+def test_cells_are_compared_with_the_plain_step_of_their_own_engine(record: StepRecord):
+    found = cells(record)
+    base, tuned = found[3], found[7]
+    assert plain(found, found[5].point) == base
+    assert plain(found, found[8].point) == tuned and plain(found, found[9].point) == tuned
+    assert plain(found, found[10].point) is None  # batch 4 has none
+    other = found[8].point.model_copy(update={"settings": {"attention_config.other": 1}})
+    assert plain(found, other) == base
+
+
+def test_the_usual_window_and_the_sweep(record: StepRecord):
+    here = next(there for at, there in speculating(cells(record)).items() if at.context == 1_040_000)
+    assert usual(reversed(here)) == cells(record)[5]
+    assert [cell.point.window for cell in sweep(reversed(here))] == [4032, 16_384]
+    assert sweep(here[:2]) == []
+
+
+def test_floors(record: StepRecord):
+    rates = median_rates(record)
+    assert rates is not None and rates.copy_bytes_per_s == 4.4e12
+    found = cells(record)
+    floors = Floors(rates, {NAME: read_geometry(BENCHMARKS / "geometries" / NAME)})
+    # 38.1 GB to verify; drafts of 7.2 GB and of 1.9 GB with a head of 32,768 rows instead of 248,320
+    assert floors.verify_ms(found[5]) == pytest.approx(38.15 / 4.4, rel=1e-3)
+    assert floors.draft_ms(found[5]) == pytest.approx(7.199 / 4.4, rel=1e-3)
+    assert floors.draft_ms(found[9]) == pytest.approx((7.199 - 6.103 + 6 * 32_768 * 4096e-9) / 4.4, rel=1e-3)
+    native, windowed = floors.draft_ms(found[4]), floors.draft_ms(found[5])
+    assert native is not None and windowed is not None and native > 2.5 * windowed
+    for unknown in (Floors(None, floors.geometries), Floors(rates, {})):
+        assert unknown.verify_ms(found[5]) is None and unknown.draft_ms(found[5]) is None
+    no_fp8 = Floors(rates, {NAME: read_geometry(BENCHMARKS / "geometries" / "Qwen3.5-122B-A10B-FP8")})
+    assert no_fp8.verify_ms(found[5]) is None
+
+
+def test_the_page(report: ModuleType, record: StepRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    record.save(tmp_path / "record.json")
+    (tmp_path / "notes.md").write_text("## Why\n\nBecause.\n")
+    page = tmp_path / "results.md"
+    arguments = [str(tmp_path / "record.json"), "-o", str(page), "--notes", str(tmp_path / "notes.md")]
+    assert report.main(arguments) == 0
+    text = page.read_text()
+    for line in (
+        "| 8,192 | 4.00 | 12.00 (2.40) | 10.00 (2.30) | 1.200 (1.000–2.000, 3) | 3.00 → 2.50 |",
+        "| 1,040,000 | 11.00 | 22.00 (6.40) | 17.60 (2.40) | 1.250 (1.100–1.375, 3) | 2.00 → 1.60 |",
+        "| 131,072 | – | – | 33.00 (3.00) | – | – → – |",
+        "| 1,040,000 | 64 + 16,384 | 18.00 | 2.50 | 1.222 (1.222–1.222, 1) |",
+        "- multiprocessor clock: 1,700 to 1,702 MHz",
+        "- copy bandwidth: 4.40 TB/s, read plus written",
+        "    bench MODEL",
+        "Because.",
+        "Milliseconds; γ 6, batch 1, cache bf16, devices 1.",
+        "Milliseconds; γ 6, batch 4, cache bf16, devices 1.",
+    ):
+        assert line in text.splitlines(), line
+    tuned = next(line for line in text.splitlines() if line.startswith("| 1,040,000 | 22.00 | 18.00 ("))
+    assert "| 12.50 (windowed, 64 + 4,032, " in tuned and "hot_vocabulary.size 32768" in tuned
+    assert tuned.endswith("| 1.760 (1.760–1.760, 1) | 1.440 (1.440–1.440, 1) | 1.56 |")
+    floored = [line for line in text.splitlines() if "| windowed, 64 + 4,032 |" in line and "| 1,040,000" in line]
+    assert floored == ["| 1,040,000 | 6 | 1 | windowed, 64 + 4,032 | – | 8.67 | – | 2.40 | 1.64 | 1.47 x |"]
+    plain_steps = [line for line in text.splitlines() if "| none" in line]
+    assert [line.split(" | ")[3:5] for line in plain_steps] == [
+        ["none", "4.00"], ["none", "11.00"], ["none, flash_attn_max_num_splits_for_cuda_graph 16", "8.00"],
+    ]  # fmt: skip
+    assert "random" in text and "/somewhere" not in text
+    if importlib.util.find_spec("matplotlib") is None:
+        assert "without figures" in capsys.readouterr().err
+        pytest.skip("matplotlib is not installed: no figures were drawn")
+    for kind in ("contexts", "windows"):
+        assert f"(figures/{NAME}-{kind}.svg)" in text
+        assert 1000 < (tmp_path / "figures" / f"{NAME}-{kind}.svg").stat().st_size < 100_000
+    first = (tmp_path / "figures" / f"{NAME}-contexts.svg").read_bytes()
+    assert report.main(arguments) == 0
+    assert (tmp_path / "figures" / f"{NAME}-contexts.svg").read_bytes() == first and page.read_text() == text
+
+
+def test_a_profile_gives_the_longest_kernels_of_each_half(report: ModuleType, record: StepRecord, tmp_path: Path):
+    kernels = [KernelRow(half="verify", name="attend", grid=(2, 33), block=(128,), calls=10, us=6900.0)]
+    kernels += [KernelRow(half="draft", name=f"k{i}|", grid=(), block=(), calls=1, us=float(i)) for i in range(12)]
+    profile = StepProfile(provenance=record.provenance, settings={"arm": "windowed"}, rows=tuple(kernels))
+    record.save(tmp_path / "record.json")
+    profile.save(tmp_path / "profile.json")
+    page = tmp_path / "page.md"
+    asked = [str(tmp_path / "record.json"), "-o", str(page), "--profile", str(tmp_path / "profile.json")]
+    assert report.main(asked) == 0
+    found = [line for line in page.read_text().splitlines() if line.startswith(("| verify |", "| draft |"))]
+    assert found[:3] == [
+        "| verify | `attend` | 2 x 33 | 10 | 6,900 |", "| verify | all | – | 10 | 6,900 |",
+        "| draft | `k11/` | – | 1 | 11 |",
+    ]  # fmt: skip
+    assert found[-2:] == ["| draft | 2 others | – | 2 | 1 |", "| draft | all | – | 12 | 66 |"]
+
+
+@pytest.mark.parametrize("wrong", ["missing.json", "other.json"])
+def test_what_is_no_record_gives_one_sentence(wrong: str, tmp_path: Path):
+    (tmp_path / "other.json").write_text("{}")
+    command = [sys.executable, str(BENCHMARKS / "step_cost_report.py"), str(tmp_path / wrong)]
+    done = subprocess.run([*command, "-o", str(tmp_path / "page.md")], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "page.md").exists()
