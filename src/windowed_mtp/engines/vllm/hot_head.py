@@ -136,7 +136,7 @@ class HotLogits:
 
 
 def install_hot_head(runner: Any, config: HotVocabularyConfig) -> list[HotLogits]:
-    """Give a runner's drafter the hot rows of its output head, once its weights are loaded.
+    """Give a runner's drafter the hot rows of its output head, once its weights are loaded; what is there stays.
 
     Parameters
     ----------
@@ -159,6 +159,8 @@ def install_hot_head(runner: Any, config: HotVocabularyConfig) -> list[HotLogits
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+    if getattr(runner, _HELD, None):
+        return list(getattr(runner, _HELD))
     logger = init_logger("vllm.windowed_mtp")
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     model = getattr(drafter, "model", None)

@@ -47,7 +47,10 @@ def install(module: ModuleType) -> None:
             if multiprocessing.current_process().name.startswith(_ONE_ENGINE):
                 uninstall(module)
             return original(self, *args, **kwargs)
-        windowed = window_draft_layers(self, config) if _known(self, module.__name__, config) else []
+        windowed = []
+        if _known(self, module.__name__, config):
+            windowed = window_draft_layers(self, config)
+            _use_hot_rows(self, config)  # a runner for other hardware may have a load_model of its own
         made = original(self, *args, **kwargs)
         if windowed:
             assign_passes(self)
@@ -67,14 +70,22 @@ def _wrap_load_model(runner_class: Any, runner_module: str) -> None:
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         made = original(self, *args, **kwargs)
         config = PluginConfig.read(self.vllm_config.additional_config)
-        if config is not None and config.hot_vocabulary is not None and _known(self, runner_module, config):
-            from windowed_mtp.engines.vllm.hot_head import install_hot_head
-
-            install_hot_head(self, config.hot_vocabulary)
+        if config is not None and _known(self, runner_module, config):
+            _use_hot_rows(self, config, anew=True)
         return made
 
     setattr(load_model, _ORIGINAL, original)
     runner_class.load_model = load_model
+
+
+def _use_hot_rows(runner: Any, config: PluginConfig, anew: bool = False) -> None:
+    """Give the draft its hot rows: after loading, so that vLLM counts their memory when it sizes the cache."""
+    if config.hot_vocabulary is not None:
+        from windowed_mtp.engines.vllm.hot_head import install_hot_head, remove_hot_head
+
+        if anew:
+            remove_hot_head(runner)
+        install_hot_head(runner, config.hot_vocabulary)
 
 
 def uninstall(module: ModuleType) -> None:
