@@ -15,15 +15,13 @@ from typing import Any
 from windowed_mtp.cost.record import CacheFill, Rates, StepLog, StepPoint, StepRow, StepRun
 from windowed_mtp.engines.vllm import step_probe, step_profile
 from windowed_mtp.engines.vllm.step_profile import KernelRow, StepProfile
-from windowed_mtp.errors import WindowedMTPError
 from windowed_mtp.results import Provenance, Setting
 from windowed_mtp.window import SinkWindow
 
 PARTS, STEPS, WARM_UP, PROFILED = 5, 30, 10, 10
 
 
-class StepCostError(WindowedMTPError):
-    """A measurement that cannot be made as asked."""
+_WINDOW = ("sink", "window", "min_context")
 
 
 @dataclass(frozen=True)
@@ -45,13 +43,27 @@ class Arm:
     attention: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def window(self) -> SinkWindow | None:
+        """The window; ``None`` without the plugin."""
+        if self.plugin is None:
+            return None
+        return SinkWindow(**{name: self.plugin[name] for name in _WINDOW if name in self.plugin})
+
+    def differs_only_in_window(self, other: Arm) -> bool:
+        """Whether a running engine with the other arm needs only another window to become this one."""
+        if self.plugin is None or other.plugin is None or self.attention != other.attention:
+            return False
+        mine, theirs = ({k: v for k, v in plugin.items() if k not in _WINDOW} for plugin in (self.plugin, other.plugin))
+        return mine == theirs
+
+    @property
     def settings(self) -> dict[str, Setting]:
         """Everything that differs from an engine as it comes, but the window's three numbers."""
         made: dict[str, Setting] = {f"attention_config.{name}": value for name, value in self.attention.items()}
         for name, value in (self.plugin or {}).items():
             if name == "hot_vocabulary":
                 made["hot_vocabulary.size"] = value["size"]
-            elif name not in ("sink", "window", "min_context"):
+            elif name not in _WINDOW:
                 made[name] = value
         return made
 
@@ -194,7 +206,10 @@ def measure(
                 continue
             if arm != current:
                 began = time.monotonic()
-                facts = llm.collective_rpc(step_probe.change, args=(arm.plugin, _attention(arm, arms)))[0]
+                if arm.differs_only_in_window(current):
+                    llm.collective_rpc(step_probe.set_window, args=(arm.window,))
+                else:
+                    facts = llm.collective_rpc(step_probe.change, args=(arm.plugin, _attention(arm, arms)))[0]
                 current = arm
                 say(f"changed to {arm.name} in {time.monotonic() - began:.0f} s: {facts}")
             for context, point in missing:
@@ -244,9 +259,7 @@ def _seconds(call: Callable[..., Any], *inputs: Any, repeats: int = 10) -> float
 
 
 def _point(engine: Engine, arm: Arm, context: int, fill: CacheFill) -> StepPoint:
-    window = None
-    if arm.plugin is not None:
-        window = SinkWindow(**{n: arm.plugin[n] for n in ("sink", "window", "min_context") if n in arm.plugin})
+    window = arm.window
     return StepPoint(
         geometry=engine.geometry,
         arm=arm.name,

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from windowed_mtp.window import SinkWindow
+
 SHORT = 256
 """Tokens of a batch up to which it is run; longer ones are a prompt's, whose cached keys are random already."""
 
@@ -139,6 +141,17 @@ def change(worker: Any, plugin: dict[str, Any] | None, attention: dict[str, Any]
         runner.speculator.propose = propose
     fill_cache(worker)
     return _backends(runner)
+
+
+def set_window(worker: Any, window: SinkWindow) -> None:
+    """Put another window in force in a V2 runner that has one, captured graphs included."""
+    runner = worker.model_runner
+    for owner in (runner, runner.speculator):
+        for groups in owner.attn_groups:
+            for group in groups:
+                for builder in group.metadata_builders:
+                    if hasattr(builder, "windowing"):
+                        builder.windowing.window = window
 
 
 class StepProbe:
