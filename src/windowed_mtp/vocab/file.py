@@ -207,6 +207,10 @@ class HotVocabulary(Record):
         """
         return hot_ids(size, vocab_size, self.ranked, special=self.special, always=always)
 
+    def update(self, ids: Iterable[int]) -> bool:
+        """Leave the ranking as it is, whatever the target emitted; always False."""
+        return False
+
     def coverage(self, size: int) -> float:
         """Share of the counted tokens that the hot ids of a size include; NaN where nothing was counted."""
         hot = set(hot_ids(size, max(size, self.tokenizer.size), self.ranked, special=self.special))

@@ -25,6 +25,9 @@ class Ranking(Protocol):
     def ids(self, size: int, vocab_size: int, *, always: Iterable[int] = ()) -> list[int]:
         """Give exactly ``size`` ids, ascending."""
 
+    def update(self, ids: Iterable[int]) -> bool:
+        """Take ids that the target emitted; whether `version` grew."""
+
 
 @dataclass(frozen=True)
 class HotSet:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from windowed_mtp.engines.transformers.cache import DraftKV
 from windowed_mtp.engines.transformers.heads.base import DraftHead
 from windowed_mtp.errors import VocabularyError
-from windowed_mtp.vocab import HotSet, OnlineCounts
+from windowed_mtp.vocab import HotSet
 
 
 class HotHead(DraftHead):
@@ -60,8 +60,7 @@ class HotHead(DraftHead):
 
     def follow(self, emitted: Sequence[int]) -> None:
         """Take tokens that the target emitted; where they change the ranking, the rows are gathered again."""
-        if isinstance(self.hot.ranking, OnlineCounts):
-            self.hot.ranking.update(emitted)
+        self.hot.ranking.update(emitted)
         if self.hot.ranking.version != self._version:
             self._gather()
 
