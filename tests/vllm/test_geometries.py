@@ -8,11 +8,10 @@ from vllm.engine.arg_utils import EngineArgs
 from windowed_mtp.cost.families import read_geometry
 
 GEOMETRIES = Path(__file__).parents[2] / "benchmarks" / "geometries"
-    path.parent for path in (Path(__file__).parents[2] / "benchmarks" / "geometries").glob("*/config.json")
-)
+FOLDERS = sorted(path.parent for path in GEOMETRIES.glob("*/config.json"))
 
 
-@pytest.mark.parametrize("folder", sorted(path.parent for path in GEOMETRIES.glob("*/config.json")), ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_an_engine_config_is_made(folder: Path):
     arguments = EngineArgs(
         model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=1_044_096, enforce_eager=True,
