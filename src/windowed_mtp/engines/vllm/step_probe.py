@@ -98,7 +98,7 @@ def change(worker: Any, plugin: dict[str, Any] | None, attention: dict[str, Any]
     dict of str to str
         The attention backends of target and draft.
     """
-    from vllm.v1.worker.gpu.cudagraph_utils import _teardown_profiling_state
+    from vllm.v1.worker.gpu import cudagraph_utils
 
     from windowed_mtp.engines.vllm.backend import base_backend
     from windowed_mtp.engines.vllm.config import PluginConfig
@@ -118,7 +118,9 @@ def change(worker: Any, plugin: dict[str, Any] | None, attention: dict[str, Any]
     for name in ("prefill_cudagraph_manager", "decode_cudagraph_manager", "cudagraph_manager"):
         if hasattr(runner.speculator, name):
             setattr(runner.speculator, name, None)
-    _teardown_profiling_state(runner)
+    for wrapper in (cudagraph_utils.CUDAGraphWrapper, cudagraph_utils.BreakableCUDAGraphWrapper):
+        wrapper.clear_all_graphs()
+    cudagraph_utils._teardown_profiling_state(runner)
     for layer in config.compilation_config.static_forward_context.values():
         if hasattr(layer, "attn_backend"):
             layer.attn_backend = base_backend(layer.attn_backend)
