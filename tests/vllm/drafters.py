@@ -9,6 +9,7 @@ from typing import Any
 
 from engines import GAMMA, engine
 from models import llama_with_eagle3
+from models_draft import llama_with_draft_model, qwen3_with_dflash
 from models_mtp import deepseek_v3, glm4_moe
 from vllm import LLM
 
@@ -27,12 +28,15 @@ class Drafter:
         Block size of its attention.
     reuses : bool
         Whether its engine can prefill in chunks and reuse a prefix.
+    parallel : bool
+        Whether it drafts all of its tokens in one pass.
     """
 
     method: str
     checkpoints: Callable[[], tuple[str, ...]]
     block: int = 32
     reuses: bool = True
+    parallel: bool = False
 
     def running(
         self, window: dict[str, Any] | None = None, gamma: int = GAMMA, **options: Any
@@ -53,3 +57,5 @@ class Drafter:
 EAGLE3 = Drafter("eagle3", llama_with_eagle3)
 FULL_MTP = Drafter("mtp", lambda: (glm4_moe(),))
 LATENT_MTP = Drafter("mtp", lambda: (deepseek_v3(),), block=16, reuses=False)
+DFLASH = Drafter("dflash", qwen3_with_dflash, parallel=True)
+DRAFT_MODEL = Drafter("draft_model", llama_with_draft_model)

@@ -26,6 +26,7 @@ def engine(
 ) -> Iterator[LLM]:
     """An engine on ``model`` (the bundled checkpoint) with a drafter (its own head; ``{}`` for none)."""
     register()  # an engine without a window, earlier in this process, took the plugin's hook off
+    gc.freeze()  # what has been imported is not looked at again in the many collections of a start
     drafter = {"method": "mtp", "num_speculative_tokens": GAMMA} if drafter is None else drafter
     settings: dict[str, Any] = {
         "dtype": "bfloat16",

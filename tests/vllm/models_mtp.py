@@ -17,20 +17,19 @@ from models import HIDDEN, VOCAB, attention, followed_by, mlp, norms, random, sa
 from torch import Tensor
 
 LAYERS = 3
-LATENT, ROTARY, NOPE, VALUE = 512, 64, 32, 32
-"""Sizes of a latent key, of its rotary part, and of a head's other part and value; a kernel on the CPU has the sum of
-the first two compiled in."""
+LATENT_HEADS, LATENT, ROTARY, NOPE, VALUE = 2, 512, 64, 32, 32
+"""Number of heads, and sizes of a latent key, of its rotary part, and of a head's other part and value; a kernel on the
+CPU has the sum of latent key and rotary part compiled in."""
 EXPERTS, EXPERT = 4, 64
 """Number of routed experts, and the width of one."""
 
 
 def _latent_attention(prefix: str, generator: torch.Generator, strength: float) -> dict[str, Tensor]:
-    heads = 4
     shapes = {
-        "q_proj": (heads * (NOPE + ROTARY), HIDDEN, 2.0),
+        "q_proj": (LATENT_HEADS * (NOPE + ROTARY), HIDDEN, 2.0),
         "kv_a_proj_with_mqa": (LATENT + ROTARY, HIDDEN, 2.0),
-        "kv_b_proj": (heads * (NOPE + VALUE), LATENT, 1.0),
-        "o_proj": (HIDDEN, heads * VALUE, strength),
+        "kv_b_proj": (LATENT_HEADS * (NOPE + VALUE), LATENT, 1.0),
+        "o_proj": (HIDDEN, LATENT_HEADS * VALUE, strength),
     }
     return random(f"{prefix}self_attn.", shapes, generator) | {
         f"{prefix}self_attn.kv_a_layernorm.weight": torch.ones(LATENT)
@@ -92,7 +91,8 @@ def deepseek_v3() -> str:
     """Folder of a target with multi-head latent attention and a head of the same kind, made once a process."""
     return _checkpoint(
         "deepseek-v3", _target_and_head(_latent_layer, strength=5.0),
-        architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", num_key_value_heads=4,
+        architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3",
+        num_attention_heads=LATENT_HEADS, num_key_value_heads=LATENT_HEADS,
         q_lora_rank=None, kv_lora_rank=LATENT, qk_rope_head_dim=ROTARY, qk_nope_head_dim=NOPE, v_head_dim=VALUE,
         first_k_dense_replace=LAYERS + 1,
     )  # fmt: skip

@@ -106,17 +106,17 @@ def check_mode(drafter: Drafter, mode: Mode) -> None:
         prompts = random_prompts(PROMPTS[mode.lengths], seed=1)
         warm = [prompt[: len(prompt) // 2] for prompt in prompts] if mode.prefixes else []
         answers, seen, _ = check_poison(llm, prompts, mode.window, TOKENS, warm)
+        assert max(each.draft_index for each in seen.passes) == (0 if drafter.parallel else mode.gamma - 1)
         _check_is(mode, answers, seen)
         assert (counters(llm)["num_preemptions"] > before) == mode.scarce
 
 
 def _check_is(mode: Mode, answers: list[Answer], seen: Seen) -> None:
-    assert max(each.draft_index for each in seen.passes) == mode.gamma - 1
     assert any(answer.cached > 0 for answer in answers) == mode.prefixes
     if mode.chunks:
-        rows = [row for each in seen.passes for row in each.rows]
-        assert any(BUDGET // 2 < queries < length for length, queries in rows)
-        assert max(queries for _, queries in rows) <= BUDGET
+        whole = [range(length, length + TOKENS + 2 * (GAMMA + 1)) for length in PROMPTS[mode.lengths]]
+        lengths = {length for each in seen.passes for length in each.seq_lens}
+        assert any(all(length not in each for each in whole) for length in lengths)
     if mode.lengths == "mixed" and mode.window.span > TOKENS:
         # Rows that the window does not reach, in a batch with rows that it does.
         reached = [[mode.window.engages(length) for length in each.seq_lens] for each in seen.passes]
@@ -126,7 +126,7 @@ def _check_is(mode: Mode, answers: list[Answer], seen: Seen) -> None:
 def check_output(drafter: Drafter) -> None:
     """Greedy output and prefix hits with the window are those without it and without a drafter, cold and warm."""
     block = drafter.block
-    lengths = [20, 4 * block - 1, 4 * block, 4 * block + 1, 500, 32 * block - 1, 32 * block]
+    lengths = [20, 8 * block - 1, 8 * block, 8 * block + 1, 10 * block + 5, 16 * block]
     prompts = random_prompts(lengths)
     longer = [[*prompt, 7, 8, 9] for prompt in prompts]
     window = {"sink": WINDOW.sink, "window": WINDOW.window}
@@ -134,7 +134,7 @@ def check_output(drafter: Drafter) -> None:
     for name, window_of, gamma in (("target", None, 0), ("unwindowed", None, GAMMA), ("windowed", window, GAMMA)):
         with drafter.running(window_of, gamma) as llm:
             before = counters(llm)
-            answers = generate(llm, prompts), generate(llm, longer)
+            answers = [generate(llm, batch, TOKENS) for batch in (prompts, longer)]
             after = counters(llm)
         outputs[name] = [[each.tokens for each in batch] for batch in answers]
         cached[name] = [[each.cached for each in batch] for batch in answers]

@@ -1,0 +1,17 @@
+"""An independent draft model: equality, and the poison check in every mode."""
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vllm is not installed; run make test-vllm")
+
+from drafters import DRAFT_MODEL
+from modes import check_mode, check_output, modes
+
+
+def test_output_and_prefix_hits_are_those_without_the_plugin():
+    check_output(DRAFT_MODEL)
+
+
+@pytest.mark.parametrize("mode", modes(DRAFT_MODEL))
+def test_excluded_keys_are_not_read(mode):
+    check_mode(DRAFT_MODEL, mode)
