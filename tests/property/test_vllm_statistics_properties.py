@@ -1,6 +1,6 @@
 """Keys of a draft in closed form equal those of a row walked through, entry by entry."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windowed_mtp import SinkWindow
@@ -32,6 +32,7 @@ def drafts(draw: st.DrawFn) -> tuple[DraftPlan, Step]:
     return plan, Step(draw(st.integers(before + 2, 160)), before, draw(st.integers(1, plan.num_speculative_tokens + 1)))
 
 
+@settings(max_examples=500)
 @given(drafts())
 def test_keys_of_a_head(drawn: tuple[DraftPlan, Step]):
     plan, step = drawn

@@ -51,6 +51,21 @@ def test_a_drafters_passes(speculative: dict[str, Any], slots: int, one_pass: bo
 
 
 @pytest.mark.parametrize(
+    ("plan", "passes"),
+    [
+        (DraftPlan(None, 3), [(102, 4), (101, 1), (102, 1)]),
+        (DraftPlan(None, 3, padded=False), [(100, 2), (101, 1), (102, 1)]),
+        (DraftPlan(None, 3, slots=1), [(103, 5), (102, 1), (103, 1)]),
+        (DraftPlan(None, 3, slots=2, one_pass=True), [(104, 6)]),
+        (DraftPlan(None, 3, one_pass=True, own_queries=True), [(104, 4)]),
+    ],
+)
+def test_rows_of_passes(plan: DraftPlan, passes: list[tuple[int, int]]):
+    # 101 tokens, the last of which the target has not read; 2 of the 4 that were verified are rejected.
+    assert plan.passes(Step(context=101, emitted_before=2, emitted=1)) == passes
+
+
+@pytest.mark.parametrize(
     ("config", "match"),
     [
         (settings({"strict": False}), "not told whether the window is in force"),
@@ -112,20 +127,20 @@ def test_pooling_has_no_steps():
 
 def test_counts_by_context_and_their_table():
     statistics = ContextStatistics(DraftPlan(SinkWindow(4, 300), 3), bounds=(300, 600, 2000))
-    for step in (Step(100, 0, 2), Step(102, 2, 1), Step(1000, 0, 4)):
+    for step in (Step(100, 0, 2), Step(102, 2, 1), Step(600, 0, 4)):
         statistics.add(step)
     short, _, longer, _ = statistics.buckets
     assert (short.steps, short.windowed_steps, short.emitted) == (2, 0, 3)
     assert (short.accepted_per_position, short.acceptance) == ([1, 0, 0], [0.5, 0, 0])
     assert short.keys_read == short.keys_full == (100 + 101) + (103 + 102 + 103)
     assert (longer.steps, longer.windowed_steps, longer.acceptance_length) == (1, 1, 4)
-    assert (longer.keys_read, longer.keys_full) == (2 * 304, 1000 + 1001)
+    assert (longer.keys_read, longer.keys_full) == (2 * 304, 600 + 601)
     assert statistics.total.steps == 3 and statistics.total.keys_full == short.keys_full + longer.keys_full
     assert statistics.table().splitlines() == [
         "context      steps  windowed    AL  accepted by position  keys/step   full    read",
         "< 300            2         0  1.50        0.50 0.00 0.00        254    254  100.0%",
-        "600 - 1,999      1         1  4.00        1.00 1.00 1.00        608  2,001   30.4%",
-        "all              3         1  2.33        0.67 0.33 0.33        372    837   44.5%",
+        "600 - 1,999      1         1  4.00        1.00 1.00 1.00        608  1,201   50.6%",
+        "all              3         1  2.33        0.67 0.33 0.33        372    570   65.3%",
     ]
 
 
@@ -144,14 +159,19 @@ def test_an_unknown_front_end_is_refused():
 
 def test_collecting_leaves_nothing_behind():
     calls: list[Any] = []
-    processor = SimpleNamespace(_update_stats_from_output=lambda *args: calls.append(args))
+
+    class Processor:
+        def _update_stats_from_output(self, *args: Any) -> None:
+            calls.append(args)
+
+    processor = Processor()
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=settings({}), output_processor=processor))
-    before, request = processor._update_stats_from_output, Request(400)
-    with collect(llm) as statistics:
+    request = Request(400)
+    with collect(llm), collect(llm) as statistics:
         for tokens in (1, 2):
             output = SimpleNamespace(new_token_ids=[0] * tokens, events=None)
             processor._update_stats_from_output(request, output, 0.0, None)
             request.out, request.is_prefilling = request.out + tokens, False
-    assert processor._update_stats_from_output is before
+    assert not vars(processor)
     assert [len(args) for args in calls] == [4, 4]
     assert statistics.total.steps == 1 and statistics.total.emitted == 2

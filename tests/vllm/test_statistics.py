@@ -7,9 +7,10 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vllm is not installed; run make test-vllm")
 
-from draft_passes import block_size, watch
+from draft_passes import block_size, draft_layers, watch
+from drafters import DFLASH, DRAFT_MODEL, EAGLE3
 from engines import GAMMA, counters, engine, generate, text_prompts
-from models import llama_with_eagle3, random_prompts
+from models import random_prompts
 from ngram import plugin_log
 from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -136,11 +137,22 @@ def test_an_engine_that_is_not_configured_is_left_alone(llm):
     assert not logger.counters
 
 
+@pytest.mark.parametrize("drafter", [DRAFT_MODEL, DFLASH], ids=lambda drafter: drafter.method)
+def test_keys_of_other_drafters(drafter):
+    with drafter.running({"sink": 4, "window": 64}) as llm:
+        with watch(llm) as seen, collect(llm) as statistics:
+            generate(llm, random_prompts([500]), TOKENS)
+        layers = len(draft_layers(llm))
+    made = seen.passes[:-1] if drafter.parallel else seen.passes[1:-GAMMA]
+    total = statistics.total
+    assert layers * total.keys_read == sum(each.keys_read for each in made)
+    assert total.keys_full == sum(sum(each.seq_lens) for each in made)
+    assert total.windowed_steps == total.steps > 5
+
+
 def test_preempted_requests_and_vllms_own_counts():
-    target, eagle3 = llama_with_eagle3()
-    drafter = {"method": "eagle3", "model": eagle3, "num_speculative_tokens": GAMMA}
-    options = {"skip_tokenizer_init": True, "block_size": 32, "max_model_len": 1024, "num_gpu_blocks_override": 41}
-    with engine(target, {"sink": 4, "window": 64}, drafter, **options) as llm:
+    options = {"max_model_len": 1024, "num_gpu_blocks_override": 41, "enable_prefix_caching": False}
+    with EAGLE3.running({"sink": 4, "window": 64}, **options) as llm:
         with collect(llm) as statistics:
             generate(llm, random_prompts([280, 290, 300, 310]), 96)
         theirs = counters(llm)
