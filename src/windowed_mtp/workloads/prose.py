@@ -14,20 +14,23 @@ LEAST_CHARACTERS = 120
 LEAST_LETTERS = 0.92
 
 
-def english(split: Split) -> Iterator[str]:
+def english(split: Split, root: Path | None = None) -> Iterator[str]:
     """Yield the paragraphs of prose in the standard library's docstrings.
 
     Parameters
     ----------
     split : {"train", "heldout"}
         Which side of `stdlib.split_of` to take the files from.
+    root : Path, optional
+        Root of the library; the running interpreter's own by default.
 
     Yields
     ------
     str
-        Paragraphs of at least 120 characters, of which at least 92 of 100 are letters or white space, on one line.
+        Paragraphs of at least 120 characters, of which at least 92 of 100 are letters or white space, on one line. A
+        docstring that several files share may be on both sides.
     """
-    for _, text in documents(split):
+    for _, text in documents(split, root):
         for docstring in _docstrings(text):
             for paragraph in re.split(r"\n\s*\n", docstring):
                 line = " ".join(paragraph.split())
