@@ -301,6 +301,8 @@ def test_a_window_after_an_engine_without_one_is_put_in_force(monkeypatch: pytes
 def test_taking_everything_off(monkeypatch: pytest.MonkeyPatch):
     module = runner_module()
     original = module.GPUModelRunner.initialize_kv_cache
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    when_imported("what_others_wait_for", lambda module: None)
     finders = list(sys.meta_path)
     monkeypatch.setattr(plugin, "RUNNERS", ("runner_to_be_patched", "runner_to_be_waited_for"))
     monkeypatch.setitem(sys.modules, "runner_to_be_patched", module)

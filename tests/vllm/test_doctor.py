@@ -146,8 +146,11 @@ def test_flags_that_vllm_does_not_take_get_one_sentence(given: list[str], match:
 
 
 def test_a_model_that_is_not_there_gets_one_sentence(tmp_path: Path):
-    with pytest.raises(PluginError, match="vLLM refuses these flags") as caught:
+    with pytest.raises(PluginError, match=r"there is no folder '.*nothing'; check the spelling"):
         diagnose([str(tmp_path / "nothing")])
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(PluginError, match=r"vLLM refuses these flags: ") as caught:
+        diagnose([str(tmp_path)])
     assert "\n" not in str(caught.value)
 
 

@@ -1,11 +1,13 @@
 """What the plugin does to an engine's start: refusals, and nothing where nothing is asked for."""
 
+import multiprocessing
 import re
 
 import pytest
 
 pytest.importorskip("vllm.version", reason="vllm is not installed; run make test-vllm")
 
+import own_process
 from draft_passes import draft_builder, draft_layers, watch
 from engines import engine, generate, runner_of, text_prompts
 from ngram import plugin_log, run
@@ -56,6 +58,12 @@ def test_an_engine_without_settings_is_vllms_own(unconfigured):
     assert hook.__wrapped__.__code__.co_filename.endswith("gpu_model_runner.py")
     assert unconfigured["backends"] == [CPUAttentionBackend]
     assert unconfigured["builder"] == "CPUAttentionMetadataBuilder"
+
+
+def test_nothing_stays_patched_in_a_process_that_vllm_started():
+    name, patched, windowed = own_process.run(None)
+    assert name != multiprocessing.current_process().name
+    assert not patched and not windowed
 
 
 def test_everything_comes_off_on_request(unconfigured):

@@ -73,6 +73,9 @@ def _parsed(flags: Sequence[str]) -> argparse.Namespace:
         raise PluginError(f"vllm serve does not take this: {_reason(error)}.") from None
     if arguments.model_tag is not None:
         arguments.model = arguments.model_tag
+    name = arguments.model
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not os.path.exists(os.path.expanduser(name)):
+        raise PluginError(f"there is no folder {name!r}; check the spelling, or pass a name on the hub.")
     return arguments
 
 
