@@ -5,6 +5,10 @@ backend at all, so a name and a driver that calls itself active are enough.
 """
 
 import os
+from dataclasses import replace
+from functools import cache
+from inspect import getmembers
+from typing import Any
 
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
@@ -32,3 +36,21 @@ def prepare() -> None:
     from triton.backends import Backend, backends
 
     backends.setdefault("cpu", Backend(compiler=None, driver=Driver))
+    from triton.runtime import interpreter
+
+    # Its own check of every sum and product takes a third of the time, and looking for what to patch a fifth.
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    is_builtin = interpreter.tl.core.is_builtin
+
+    @cache
+    def builtins(package: Any) -> list[str]:
+        return [name for name, member in getmembers(package) if is_builtin(member)]
+
+    def patch(package: Any, builder: Any, scope: Any) -> None:
+        for name in builtins(package):
+            member = getattr(package, name)
+            if is_builtin(member):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +30,7 @@ class Given:
 
 @dataclass
 class Seen:
-    """All passes of a run and what they proposed; a step is a list of the drafter's passes."""
+    """All passes of a run and what they proposed; a step is a list of the drafter's passes, of each layer in turn."""
 
     steps: list[list[Given]] = field(default_factory=list)
     target: list[Given] = field(default_factory=list)
@@ -54,30 +54,37 @@ def builders(llm: LLM) -> dict[str, Any]:
 
 
 @contextmanager
-def window_off(llm: LLM) -> Iterator[None]:
-    """Take the window out of force for a while, in every builder that has it."""
+def window_as(llm: LLM, window: SinkWindow) -> Iterator[None]:
+    """Put another window in force for a while, in every builder that has one."""
     windowings = [builder.windowing for builder in builders(llm).values()]
     before = windowings[0].window
     try:
         for windowing in windowings:
-            windowing.window = SinkWindow(before.sink, before.window, min_context=OFF)
+            windowing.window = window
         yield
     finally:
         for windowing in windowings:
             windowing.window = before
 
 
+def window_off(llm: LLM) -> AbstractContextManager[None]:
+    """Take the window out of force for a while."""
+    return window_as(llm, replace(builders(llm)["drafter"].windowing.window, min_context=OFF))
+
+
 @contextmanager
 def watch(llm: LLM, poison: SinkWindow | None = None) -> Iterator[Seen]:
-    """Record every pass; with ``poison``, put NaN where its window excludes during a draft pass, and restore it."""
+    """Record every pass.
+
+    With ``poison``, what its window excludes is NaN during a draft pass, and restored; what a draft without a window
+    made of the NaN and wrote itself is taken out at the end.
+    """
     seen, runner = Seen(), runner_of(llm)
-    speculator, context = runner.speculator, runner.vllm_config.compilation_config.static_forward_context
+    speculator = runner.speculator
+    draft, target = draft_layers(llm), target_layers(llm)
+    size = block_size(llm)
     made: dict[str, Any] = {}
-    [draft_name] = speculator.draft_attn_layer_names
-    [target_name] = [
-        name for name, layer in context.items() if name != draft_name and type(layer) is type(context[draft_name])
-    ]
-    size = int(context[draft_name].kv_cache.shape[2])
+    used: set[int] = set()
 
     def recording(builder: Any) -> None:
         original = builder.build
@@ -89,31 +96,38 @@ def watch(llm: LLM, poison: SinkWindow | None = None) -> Iterator[Seen]:
         builder.build = build
 
     def given(common: Any, meta: Any, index: int) -> Given:
-        rows = meta.seq_lens.shape[0]
+        lens, table, addresses = rows_of(meta)
+        rows = lens.shape[0]
         source = DraftPass(
             index,
             common.seq_lens[:rows].tolist(),
             common.query_start_loc[: rows + 1].diff().tolist(),
             common.block_table_tensor[:rows].clone(),
         )
-        theirs = getattr(common, "pointers", None) or (common.seq_lens.data_ptr(), common.block_table_tensor.data_ptr())
-        own = theirs == (meta.seq_lens.data_ptr(), meta.block_table.data_ptr())
-        return Given(source, meta.seq_lens.clone(), meta.block_table[:rows].clone(), own)
+        theirs = getattr(common, "pointers", None) or pointers(common.seq_lens, common.block_table_tensor)
+        return Given(source, lens, table, addresses <= theirs)
 
-    def forward_of(original: Any, draft: bool) -> Any:
-        def forward(layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, meta: Any, **kwargs: Any) -> Any:
-            if meta is None or not made:
-                return original(layer, query, key, value, kv_cache, meta, **kwargs)
-            if not draft:
-                seen.target.append(given(made["target"], meta, 0))
-                return original(layer, query, key, value, kv_cache, meta, **kwargs)
+    def target_forward(original: Any, group: int) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if made and args[-1] is not None:
+                seen.target.append(given(made["target"][group], args[-1], 0))
+            return original(*args, **kwargs)
+
+        return forward
+
+    def draft_forward(original: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            kv_cache, meta = args[-2:]
+            if not made or meta is None:
+                return original(*args, **kwargs)
             step = seen.steps[-1]
-            entry = given(made["draft"], meta, len(step))
+            entry = given(made["draft"], meta, len(step) // len(draft))
             step.append(entry)
+            used.update(entry.source.owned_blocks(size))
             blocks = entry.source.excluded_blocks(poison, size) if poison is not None else []
             saved = kv_cache[blocks].clone()
             kv_cache[blocks] = float("nan")
-            result = original(layer, query, key, value, kv_cache, meta, **kwargs)
+            result = original(*args, **kwargs)
             kv_cache[blocks] = saved
             seen.poisoned += len(blocks)
             return result
@@ -125,37 +139,95 @@ def watch(llm: LLM, poison: SinkWindow | None = None) -> Iterator[Seen]:
     def recorded(*args: Any, **kwargs: Any) -> Any:
         seen.steps.append([])
         result = propose(*args, **kwargs)
-        seen.proposals.append(result.tolist())
+        # A row whose prompt is not through yet is drafted for as well, from whatever token an earlier request left.
+        sampled = args[5] > 0
+        seen.proposals.append(result[sampled].tolist())
         return result
 
-    prepare, group = runner.model_state.prepare_attn, group_of(runner, target_name)
+    prepare = runner.model_state.prepare_attn
 
     def prepared(input_batch: Any, mode: Any, block_tables: Any, *args: Any, **kwargs: Any) -> Any:
         # Copies from before any builder runs, so that a change in place would be seen as well.
-        table, starts = block_tables[group], input_batch.query_start_loc
-        made["target"] = SimpleNamespace(
-            seq_lens=input_batch.seq_lens.clone(),
-            query_start_loc=starts.clone(),
-            block_table_tensor=table.clone(),
-            pointers=(input_batch.seq_lens.data_ptr(), table.data_ptr()),
-        )
+        made["target"] = [
+            SimpleNamespace(
+                seq_lens=input_batch.seq_lens.clone(),
+                query_start_loc=input_batch.query_start_loc.clone(),
+                block_table_tensor=table.clone(),
+                pointers=pointers(input_batch.seq_lens, table),
+            )
+            for table in block_tables
+        ]
         return prepare(input_batch, mode, block_tables, *args, **kwargs)
 
+    kernels = {name: kernel(layer) for name, layer in {**draft, **target}.items()}
     try:
         for builder in builders(llm).values():
             recording(builder)
         runner.model_state.prepare_attn = prepared
         speculator.propose = recorded
-        for name in (draft_name, target_name):
-            context[name].impl.forward = forward_of(context[name].impl.forward, name == draft_name)
+        for name, (holder, method) in kernels.items():
+            original = getattr(holder, method)
+            wrapped = draft_forward(original) if name in draft else target_forward(original, group_of(runner, name))
+            setattr(holder, method, wrapped)
         yield seen
     finally:
         for builder in builders(llm).values():
             del builder.build
         del runner.model_state.prepare_attn
         del speculator.propose
-        for name in (draft_name, target_name):
-            del context[name].impl.forward
+        for holder, method in kernels.values():
+            delattr(holder, method)
+        for layer in draft.values() if poison is not None else ():
+            layer.kv_cache[sorted(used)] = layer.kv_cache[sorted(used)].nan_to_num(0.0)
+
+
+def draft_layers(llm: LLM) -> dict[str, Any]:
+    """The draft's attention layers by name."""
+    runner = runner_of(llm)
+    context = runner.vllm_config.compilation_config.static_forward_context
+    return {name: context[name] for name in sorted(runner.speculator.draft_attn_layer_names)}
+
+
+def target_layers(llm: LLM) -> dict[str, Any]:
+    """The target's attention layers of the draft's kind, by name."""
+    draft, context = draft_layers(llm), runner_of(llm).vllm_config.compilation_config.static_forward_context
+    kinds = {type(layer) for layer in draft.values()}
+    return {name: layer for name, layer in context.items() if name not in draft and type(layer) in kinds}
+
+
+def block_size(llm: LLM) -> int:
+    """Block size of the draft's attention kernel."""
+    return int(next(iter(draft_layers(llm).values())).kv_cache.shape[-2])
+
+
+def kernel(layer: Any) -> tuple[Any, str]:
+    """Where the method of a layer lives that is given its cache and metadata as the last positional arguments."""
+    return (layer, "forward_impl") if layer.attn_backend.is_mla() else (layer.impl, "forward")
+
+
+def pointers(lens: Tensor, table: Tensor) -> set[int]:
+    """Addresses of a batch's lengths and block table."""
+    return {lens.data_ptr(), table.data_ptr()}
+
+
+def rows_of(meta: Any) -> tuple[Tensor, Tensor, set[int]]:
+    """Lengths and block table of a batch as its kernel is given them, and where it reads them from the device."""
+    if hasattr(meta, "block_table"):
+        lens, table = meta.seq_lens, meta.block_table[: meta.seq_lens.shape[0]]
+        return lens.clone(), table.clone(), pointers(lens, table)
+    # Latent attention splits a batch: rows of one query first, and the others, with their lengths on the host.
+    lens, tables, addresses = [], [], set()
+    if meta.decode is not None:
+        lens.append(meta.decode.seq_lens)
+        tables.append(meta.decode.block_table)
+        addresses |= pointers(lens[0], tables[0])
+    if meta.prefill is not None:
+        context = meta.prefill.chunked_context
+        before = 0 if context is None else torch.tensor(context.context_lens_list, dtype=torch.int32)
+        lens.append(meta.prefill.query_lens_cpu + before)
+        tables.append(meta.prefill.block_table[: len(lens[-1])])
+        addresses |= set() if meta.decode is not None else {tables[0].data_ptr()}
+    return torch.cat(lens), torch.cat(tables), addresses
 
 
 def group_of(runner: Any, name: str) -> int:
