@@ -23,6 +23,7 @@ from windowed_mtp.probes.lossless import SampledCheck
 from windowed_mtp.vocab import HotSet, HotVocabulary, OnlineCounts, TokenizerIdentity
 
 FAMILY = "qwen3_5"
+RUNS = 800
 WORD = TokenizerIdentity(name="words", size=tiny.VOCAB, sha256="0")
 
 
@@ -75,8 +76,9 @@ def test_greedy_output_is_the_targets_own(family: str, hot: str):
     assert output.tolist() == plain(family, case.prompt, case.new_tokens).tolist()
 
 
-def test_sampled_output_keeps_the_targets_distribution():
+def test_sampled_output_keeps_the_targets_distribution(monkeypatch: pytest.MonkeyPatch):
     """Outcome by outcome, with some of the allowed tokens hot, and others as they are emitted."""
+    monkeypatch.setattr(test_sampling, "RUNS", RUNS)
     hot = HotSet(OnlineCounts(ranking([65, 14, 80]), interval=64, decay=0.5), size=3)
     p_value, acceptance = test_sampling.sampled_p_value(hot_vocabulary=hot)
     assert p_value > 1e-4
@@ -95,6 +97,7 @@ def test_a_draft_that_reports_what_the_whole_head_would_is_caught(monkeypatch: p
     def hot_draw(probabilities: Tensor, *args: object) -> Tensor:
         return honest(probabilities.masked_fill(cold.pop(), 0) if cold else probabilities, *args)
 
+    monkeypatch.setattr(test_sampling, "RUNS", RUNS)
     monkeypatch.setattr(HotHead, "logits", all_logits)
     monkeypatch.setattr(torch, "multinomial", hot_draw)
     assert test_sampling.sampled_p_value(hot_vocabulary=HotSet(ranking([3, 15]), size=2))[0] < 1e-6
