@@ -39,19 +39,25 @@ class Drafter:
     parallel: bool = False
 
     def running(
-        self, window: dict[str, Any] | None = None, gamma: int = GAMMA, **options: Any
+        self,
+        window: dict[str, Any] | None = None,
+        gamma: int = GAMMA,
+        settings: dict[str, Any] | None = None,
+        **options: Any,
     ) -> AbstractContextManager[LLM]:
-        """An engine with this drafter; ``gamma`` 0 for the target alone."""
+        """An engine with this drafter, with ``settings`` of its own; ``gamma`` 0 for the target alone."""
         target, *own = self.checkpoints()
-        drafter = {"method": self.method, "num_speculative_tokens": gamma, **({"model": own[0]} if own else {})}
-        settings: dict[str, Any] = {
+        drafter = {"method": self.method, "num_speculative_tokens": gamma, **(settings or {})}
+        if own:
+            drafter["model"] = own[0]
+        engines: dict[str, Any] = {
             "skip_tokenizer_init": True,
             "block_size": self.block,
             "num_gpu_blocks_override": 16384 // self.block,
             "enable_prefix_caching": self.reuses,
             "max_model_len": 2048,
         }
-        return engine(target, window, drafter if gamma else {}, **{**settings, **options})
+        return engine(target, window, drafter if gamma else {}, **{**engines, **options})
 
 
 EAGLE3 = Drafter("eagle3", llama_with_eagle3)

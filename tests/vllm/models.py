@@ -65,9 +65,9 @@ def layer(prefix: str, generator: torch.Generator, inputs: int, strength: float)
     return {**parts[0], **parts[1], **norms(prefix)}
 
 
-def followed_by(generator: torch.Generator) -> Tensor:
-    """``[VOCAB]``: the token that each token follows, a permutation."""
-    return torch.randperm(VOCAB, generator=generator).argsort()
+def followed_by(generator: torch.Generator, vocab: int = VOCAB) -> Tensor:
+    """``[vocab]``: the token that each token follows, a permutation."""
+    return torch.randperm(vocab, generator=generator).argsort()
 
 
 def save(folder: Path, tensors: dict[str, Tensor], **config: Any) -> str:
@@ -79,15 +79,18 @@ def save(folder: Path, tensors: dict[str, Tensor], **config: Any) -> str:
 
 
 @functools.cache
-def llama_with_eagle3() -> tuple[str, str]:
-    """Folders of the target and of its drafter, made once a process."""
+def llama_with_eagle3(vocab: int = VOCAB, sharpness: float = 1.0, misled: float = 3.0) -> tuple[str, str]:
+    """Folders of the target and of its drafter, made once a process.
+
+    ``sharpness`` is a factor of their logits, and ``misled`` the size of what the drafter's layer adds.
+    """
     folder, generator = Path(tempfile.mkdtemp(prefix="tiny-llama-eagle3-")), torch.Generator().manual_seed(0)
-    embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
-    before = followed_by(generator)
+    embedding = torch.randn(vocab, HIDDEN, generator=generator)
+    before = followed_by(generator, vocab)
     target = {
         "model.embed_tokens.weight": embedding,
         "model.norm.weight": torch.ones(HIDDEN),
-        "lm_head.weight": embedding[before],
+        "lm_head.weight": sharpness * embedding[before],
     }
     for index in range(LAYERS):
         target |= layer(f"model.layers.{index}.", generator, HIDDEN, strength=0.2)
@@ -95,19 +98,21 @@ def llama_with_eagle3() -> tuple[str, str]:
         "fc.weight": torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, 2 * HIDDEN)], dim=1),
         "norm.weight": torch.ones(HIDDEN),
         "midlayer.hidden_norm.weight": torch.ones(HIDDEN),
-        "lm_head.weight": embedding[before[before]],
-        **layer("midlayer.", generator, 2 * HIDDEN, strength=3.0),
+        "lm_head.weight": sharpness * embedding[before[before]],
+        **layer("midlayer.", generator, 2 * HIDDEN, strength=misled),
     }
     return (
-        save(folder / "target", target, architectures=["LlamaForCausalLM"], num_hidden_layers=LAYERS),
+        save(
+            folder / "target", target, architectures=["LlamaForCausalLM"], num_hidden_layers=LAYERS, vocab_size=vocab,
+        ),
         save(
             folder / "eagle3", drafter, architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1,
-            draft_vocab_size=VOCAB, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+            vocab_size=vocab, draft_vocab_size=vocab, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
         ),
     )  # fmt: skip
 
 
-def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
     """Prompts of random tokens."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    return [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]

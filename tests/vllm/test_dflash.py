@@ -1,4 +1,4 @@
-"""DFlash, which drafts all of its tokens in one pass that is not causal: equality, and the poison check in every mode."""
+"""DFlash, which drafts all of its tokens in one pass, not causal: equality, and the poison check in every mode."""
 
 import pytest
 
