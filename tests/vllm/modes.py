@@ -88,6 +88,7 @@ def pairwise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def in_mode(drafter: Drafter, mode: Mode) -> Iterator[LLM]:
     """An engine that runs `PROMPTS` in this mode."""
     options: dict[str, Any] = {"enable_prefix_caching": mode.prefixes, "max_model_len": 512}
+    options["dtype"] = "float32"  # many CPUs have no matrix products in bfloat16, and emulate them slowly
     if mode.chunks:
         options["max_num_batched_tokens"] = BUDGET
     if mode.scarce:

@@ -19,7 +19,7 @@ VOCAB = 16
 SAMPLES = 2400
 REJECTED_AT = 1e-4
 FLAT = Drafter("eagle3", functools.partial(llama_with_eagle3, VOCAB, 0.02, 1.0))
-OPTIONS = {"max_num_seqs": 256, "num_gpu_blocks_override": 2048, "max_model_len": 512}
+OPTIONS = {"dtype": "float32", "max_num_seqs": 256, "num_gpu_blocks_override": 2048, "max_model_len": 512}
 PROMPT = random_prompts([161], vocab=VOCAB)[0]
 
 
