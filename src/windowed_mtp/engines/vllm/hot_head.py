@@ -55,6 +55,7 @@ class HotRows:
         """Bytes that this rank holds beside the head itself."""
         return self.weight.nbytes + self.ids.nbytes
 
+    @torch.inference_mode()
     def refresh(self, ids: Sequence[int]) -> None:
         """Take other hot ids, or the same rows of weights that have changed; a captured graph follows.
 

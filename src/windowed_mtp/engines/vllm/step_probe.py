@@ -129,7 +129,7 @@ def change(worker: Any, plugin: dict[str, Any] | None, attention: dict[str, Any]
     if read is not None and read.hot_vocabulary is not None:
         install_hot_head(runner, read.hot_vocabulary)
     model, forward = runner.model, runner.model.__dict__.pop("forward", None)  # graphs must capture the real one
-    propose = runner.speculator.__dict__.pop("propose", None)
+    propose = None if runner.speculator is None else runner.speculator.__dict__.pop("propose", None)
     runner.initialize_kv_cache(cache)
     runner.cache_config.num_gpu_blocks = blocks
     if hasattr(runner, "kv_block_zeroer"):

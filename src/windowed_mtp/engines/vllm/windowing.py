@@ -52,6 +52,7 @@ class Windowing:
         return self._window
 
     @window.setter
+    @torch.inference_mode()
     def window(self, window: SinkWindow) -> None:
         self._window = window
         if self._params is not None:
