@@ -71,7 +71,7 @@ def test_coverage(run: Run, text: Path, tmp_path: Path):
     options = ("--size", 2, "--size", 2048, "--prompts", 2, "--prompt-tokens", 64, "--max-new-tokens", 16)
     outcome = run("coverage", CHECKPOINT, hot, text, *options, "--dtype", "float32", "--json", out)
     assert outcome.code == 0 and "differ" not in outcome.err
-    assert f"not those of the whole head: 0 of {2 * 7}" in outcome.out
+    assert f"not those of the whole head: 0 of {2 * 6}" in outcome.out
     rows = HotVocabularyResult.load(out).rows
     assert [(row.ranking, row.size) for row in rows] == [
         ("all tokens", 2048),

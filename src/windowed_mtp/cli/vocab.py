@@ -144,8 +144,8 @@ def coverage(
     output.say(draft.describe(prompt_tokens + max_new_tokens - 1))
     output.show(table)
     if temperature is None:
-        differing = sum(row.differing for row in rows)
-        output.say(f"greedy outputs that are not those of the whole head: {differing} of {len(rows) * prompts}")
+        hot = [row.differing for row in rows if row.ranking in RANKINGS]
+        output.say(f"greedy outputs that are not those of the whole head: {sum(hot)} of {len(hot) * prompts}")
     if json is not None:
         settings: dict[str, Setting] = {
             **draft.settings(), "model": model, "file": str(file), "prompts": prompts, "prompt_tokens": prompt_tokens,
