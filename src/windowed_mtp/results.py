@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -17,6 +16,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
 from windowed_mtp import __version__
 from windowed_mtp.errors import ResultError
+from windowed_mtp.files import write_atomically
 
 Setting = str | bool | int | float | None
 
@@ -119,17 +119,8 @@ class RunResult(Record):
         ResultError
             If the file cannot be written.
         """
-        path = Path(path)
         try:
-            descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
-            try:
-                with open(descriptor, "w", encoding="utf-8") as file:
-                    file.write(self.model_dump_json(indent=2) + "\n")
-                os.chmod(partial, 0o666 & ~_umask())
-                os.replace(partial, path)
-            except BaseException:
-                os.unlink(partial)
-                raise
+            write_atomically(path, self.model_dump_json(indent=2) + "\n")
         except OSError as error:
             raise ResultError(_cannot("write", path, error)) from None
 
@@ -180,12 +171,6 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 def _cannot(what: str, path: str | os.PathLike[str], error: OSError) -> str:
     return f"cannot {what} {str(path)!r}: {error.strerror or error}; check the name and its permissions."
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _cpu_name() -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,6 +88,10 @@ def bench(
     short is resumed by the same command.
     """
     check_writable(output)
+    if not Path(model).is_dir():
+        raise WindowedMTPError(f"{model!r} is no folder; pass one with a geometry's config.json, or a checkpoint.")
+    if kv_dtype not in ("bf16", "fp8"):
+        raise WindowedMTPError(f"--kv-dtype is {kv_dtype!r}, but it must be bf16 or fp8.")
     contexts = context or [8192, 131_072, 524_288, 1_040_000]
     arms = [read_arm(text) for text in arm or list(KNOWN)]
     if min(contexts) < 1:
@@ -103,6 +108,8 @@ def bench(
         command += [] if profiles is None else ["--profiles", str(profiles)]
         return _each_in_a_process(command, arm or list(KNOWN), rounds, first_round, deadline)
 
+    if find_spec("vllm") is None:
+        raise WindowedMTPError("vLLM is not installed here, and this measures it; pip install vllm.")
     from windowed_mtp.engines.vllm.step_cost import Engine, measure
 
     made = measure(

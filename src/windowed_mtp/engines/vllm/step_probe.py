@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from windowed_mtp.engines.vllm.config import PluginConfig, PluginError
 from windowed_mtp.window import SinkWindow
 
 SHORT = 256
@@ -98,10 +99,11 @@ def change(worker: Any, plugin: dict[str, Any] | None, attention: dict[str, Any]
     dict of str to str
         The attention backends of target and draft.
     """
+    if not hasattr(worker.model_runner, "speculator"):
+        raise PluginError("only vLLM's V2 runner takes another arm while it runs; leave out --one-process.")
     from vllm.v1.worker.gpu import cudagraph_utils
 
     from windowed_mtp.engines.vllm.backend import base_backend
-    from windowed_mtp.engines.vllm.config import PluginConfig
     from windowed_mtp.engines.vllm.hot_head import install_hot_head, remove_hot_head
 
     runner = worker.model_runner
@@ -112,7 +114,7 @@ def change(worker: Any, plugin: dict[str, Any] | None, attention: dict[str, Any]
         config.additional_config["windowed_mtp"] = plugin
     for name, value in attention.items():
         if not hasattr(config.attention_config, name):
-            raise ValueError(f"vLLM's attention config has no {name!r}.")
+            raise PluginError(f"vLLM's attention config has no {name!r}; see vllm serve --help.")
         setattr(config.attention_config, name, value)
     synchronize(worker)
     for name in ("prefill_cudagraph_manager", "decode_cudagraph_manager", "cudagraph_manager"):
