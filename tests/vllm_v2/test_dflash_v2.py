@@ -8,11 +8,8 @@ pytest.importorskip("vllm.version", reason="vllm is not installed; run make test
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
     pytest.skip("another model runner is set up in this process", allow_module_level=True)
 
-from drafters import Drafter
-from models_draft import qwen3_with_dflash
+from drafters import DFLASH as DRAFTER
 from v2_modes import check_mode, check_output, modes
-
-DRAFTER = Drafter("dflash", qwen3_with_dflash)
 
 
 def test_output_and_prefix_hits_are_those_without_the_plugin(reference, windowed):
