@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ matplotlib.rcParams.update(
     {"svg.hashsalt": "windowed-mtp", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 )
 from matplotlib import pyplot as plt  # noqa: E402
+from step_cost_format import described  # noqa: E402
 
 from windowed_mtp.cost.summary import (  # noqa: E402
     Cell,
@@ -26,6 +28,7 @@ from windowed_mtp.cost.summary import (  # noqa: E402
 )
 
 COLOURS = {"no speculation": "#777777", "native": "#c44e52", "windowed": "#1f6fb4"}
+PARTS = {"verify": "#8fb3d1", "draft": "#e0a458", "rest": "#cccccc"}
 
 
 def draw_figures(found: Sequence[Cell], floors: Floors, folder: Path) -> list[tuple[str, str]]:
@@ -47,6 +50,9 @@ def draw_figures(found: Sequence[Cell], floors: Floors, folder: Path) -> list[tu
                 lines[arm] += [cell] if cell else []
         if len(here) > 1:
             drawn.append(_by_context(floors, name, lines, folder))
+        longest = here[max(here)]
+        if len(longest) > 1:
+            drawn.append(_by_arm(floors, name, plain(found, longest[0].point), longest, folder))
         swept = {context: sweep(there) for context, there in here.items() if sweep(there)}
         if swept:
             drawn.append(_by_window(name, swept, folder))
@@ -73,14 +79,42 @@ def _by_context(floors: Floors, name: str, lines: dict[str, list[Cell]], folder:
     return _save(figure, folder, f"{name}-contexts.svg", f"{name}: step and draft by context")
 
 
+def _by_arm(floors: Floors, name: str, base: Cell | None, found: Sequence[Cell], folder: Path) -> tuple[str, str]:
+    """Bars of one context: verify, draft and the rest of a step of every arm measured in the most rounds."""
+    most = max(len(cell.rows) for cell in found)
+    bars = [cell for cell in found if len(cell.rows) >= min(3, most)]
+    bars = [*([base] if base else []), *sorted(bars, key=lambda cell: -cell.step_ms)]
+    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.4 * len(bars)), layout="constrained")
+    for line, cell in enumerate(bars):
+        draft = cell.draft_ms or 0.0
+        verify = cell.verify_ms if cell.verify_ms is not None else cell.step_ms - draft
+        parts = {"verify": verify, "draft": draft, "rest": max(cell.step_ms - verify - draft, 0.0)}
+        start = 0.0
+        for part, time in parts.items():
+            axes.barh(line, time, 0.6, left=start, color=PARTS[part], label=None if line else part)
+            limit = {"verify": floors.verify_ms, "draft": floors.draft_ms}.get(part)
+            least = limit(cell) if limit is not None and time else None
+            if least is not None:
+                at = [start + least] * 2
+                axes.plot(at, [line - 0.3, line + 0.3], color="black", linewidth=1, label=None if line else "its floor")
+            start += time
+        axes.text(start, line, f" {cell.step_ms:.2f}", va="center")
+    axes.set_yticks(range(len(bars)), [described(cell) for cell in bars])
+    axes.invert_yaxis()
+    axes.set(xlabel="milliseconds", title=f"a step at {found[0].point.context:,} tokens")
+    axes.set_xlim(0, 1.08 * axes.get_xlim()[1])
+    axes.legend(frameon=False, loc="lower right")
+    return _save(figure, folder, f"{name}-arms.svg", f"{name}: parts of a step by arm")
+
+
 def _by_window(name: str, swept: dict[int, list[Cell]], folder: Path) -> tuple[str, str]:
     figure, axes = plt.subplots(figsize=(4.5, 3.2), layout="constrained")
-    for context, found in swept.items():
+    for style, (context, found) in zip(cycle(("o-", "s--", "^:")), swept.items(), strict=False):
         timed = [(cell.point.window, cell.draft_ms) for cell in found if cell.draft_ms is not None]
-        axes.plot(*zip(*timed, strict=True), marker="o", markersize=3, label=f"{context:,} tokens")
-    axes.set(xlabel="window", ylabel="milliseconds", title="draft's share", xscale="log")
+        axes.plot(*zip(*timed, strict=True), style, markersize=4, fillstyle="none", label=f"{context:,} tokens")
+    axes.set(xlabel="window, tokens", ylabel="milliseconds", title="draft's share", xscale="log")
     windows = sorted({cell.point.window for found in swept.values() for cell in found if cell.point.window})
-    axes.set_xticks(windows, [str(window) for window in windows], rotation=45)
+    axes.set_xticks(windows, [f"{window:,}" for window in windows], rotation=45)
     axes.minorticks_off()
     _finish(axes)
     return _save(figure, folder, f"{name}-windows.svg", f"{name}: draft by window")

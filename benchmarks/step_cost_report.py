@@ -1,13 +1,32 @@
 """Write docs/results.md and its figures from a record of measured decode steps (see windowed-mtp bench)."""
 
 import argparse
+import shlex
+import statistics
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+import step_cost_kernels as kernels
+from step_cost_format import (
+    NONE,
+    SHORT,
+    WHERE,
+    break_even,
+    described,
+    ms,
+    plain_table,
+    prose,
+    ratio_of,
+    setting,
+    settings,
+    table,
+    where,
+    with_draft,
+)
+
 from windowed_mtp.cost.families import read_geometry
-from windowed_mtp.cost.record import StepRecord, StepRun
+from windowed_mtp.cost.record import StepPoint, StepRecord, StepRun
 from windowed_mtp.cost.summary import (
     Cell,
     Floors,
@@ -23,11 +42,17 @@ from windowed_mtp.cost.summary import (
     usual,
 )
 from windowed_mtp.cost.summary import native as own_draft
-from windowed_mtp.engines.vllm.step_profile import KernelRow, StepProfile
+from windowed_mtp.engines.vllm.step_profile import StepProfile
 from windowed_mtp.errors import WindowedMTPError
 from windowed_mtp.files import write_atomically
 
-NONE = "–"
+ROUNDS = 3
+"""Rounds that a cell needs to be compared as an arm of its own, if any cell has as many."""
+HOT = "hot_vocabulary.size"
+WANTED = {"gamma": (1, 2, 4, 8), "batch": (4, 16), "kv_dtype": ("fp8",), "tensor_parallel": (2,)}
+"""What is worth measuring beside the main grid, by a point's field."""
+Lines = dict[str, dict[int, str]]
+"""Texts by an arm's line and by context."""
 
 
 class Report:
@@ -44,9 +69,12 @@ class Report:
     def __init__(self, record: StepRecord, geometries: Path) -> None:
         self.record, self.cells = record, cells(record)
         self.places = speculating(self.cells)
+        self.folders = sorted(path.name for path in geometries.iterdir() if path.is_dir())
         names = dict.fromkeys(cell.point.geometry for cell in self.cells)
-        known = {name: read_geometry(geometries / name) for name in names if (geometries / name).is_dir()}
+        known = {name: read_geometry(geometries / name) for name in names if name in self.folders}
         self.floors = Floors(median_rates(record), known)
+        most = max(len(cell.rows) for cell in self.cells)
+        self.least_rows = min(ROUNDS, most)
 
     def text(
         self, command: str, notes: str, figures: Sequence[tuple[str, str]], profiles: Sequence[StepProfile]
@@ -62,38 +90,50 @@ class Report:
                 blocks += ["### Windowing alone, batch 1, γ 6, bf16 cache", self.same_settings(main)]
             if rest:
                 blocks += ["### Other γ, batch sizes, cache types and devices", self.same_settings(rest)]
-            blocks += ["### Beside the floor", self.beside_floors(here)]
-            tuned = self.tuned(here)
-            if tuned:
-                blocks += ["### The two comparisons", tuned]
-            sweep = self.windows(here)
-            if sweep:
-                blocks += ["### Windows", sweep]
             blocks += [f"![{title}]({path})" for title, path in figures if path.rsplit("/", 1)[-1].startswith(name)]
+            whole = {at: [cell for cell in found if len(cell.rows) >= self.least_rows] for at, found in here.items()}
+            whole = {at: sorted(found, key=_order) for at, found in whole.items() if found}
+            sections: dict[str, str] = {
+                "Every arm against stock native": self.against_stock(whole),
+                "Best native against best windowed": self.best(whole),
+                **{f"What {setting(*one)} alone gives": self.effect(here, *one) for one in _settings_of(whole)},
+                "The draft's share by context": self.shares(whole),
+                "Windows": self.windows(here),
+                "Beside the floor": self.beside_floors(whole),
+                "One process for all arms against a process each": self.processes(here),
+            }
+            for title, section in sections.items():
+                blocks += [f"### {title}", section] if section else []
         if profiles:
-            blocks += ["## Where the time goes", *(_profile(profile) for profile in profiles)]
+            blocks += ["## Where the time goes", kernels.described(profiles)]
+            blocks += [kernels.kinds_table(profiles, half) for half in ("draft", "verify")]
+            blocks += [kernels.longest(profile) for profile in profiles]
         if notes:
             blocks.append(notes.strip())
-        blocks += ["## How it was measured", self.measured(command)]
+        blocks += ["## What was not measured", self.not_measured(), "## How it was measured", self.measured(command)]
         return "\n\n".join(blocks) + "\n"
 
     def preface(self) -> str:
         text = [
             "Times are medians over repeats, each of which is a median over its timed steps. Arms alternate, and a "
-            "ratio is the median over the pairs of equal repeat, with its range and the number of pairs behind it. "
-            "Break-even AL is the step's time over that of a plain decode step: with fewer tokens a step, speculation "
-            "loses. The draft's share is its time on the device.",
+            "ratio is the median over the pairs of equal repeat; in brackets its least and largest value and the "
+            "number of pairs. Break-even AL is the step's time over that of a plain decode step: with fewer tokens a "
+            "step, speculation loses. The draft's share is its time on the device, in brackets after a step.",
         ]
+        names = {name for cell in self.cells for name in cell.point.settings}
+        short = [f"*{SHORT[name]}* is `{name}`" for name in SHORT if name in names]
+        if short:
+            text.append(f"In the tables {' and '.join(short)}; *stock* is an engine as it comes.")
         if any(cell.point.cache_fill == "random keys" for cell in self.cells):
             text.append(
                 "Weights are random at the model's true shapes, and the cached keys were filled at random instead of "
-                "prefilled: the cost of a step does not depend on them. The acceptance length does, so none is given, "
-                "and neither are tokens a second. Random routing spreads tokens over more experts than a trained "
-                "router may."
+                "prefilled: the cost of a step does not depend on them. The acceptance length (AL) does, so none is "
+                "given, and neither are tokens a second: a window or hot rows that lower AL give back a part of what "
+                "these tables show. Random routing spreads tokens over more experts than a trained router may."
             )
         if any(cell.point.cache_fill == "real prefill" for cell in self.cells):
             text.append("Where an acceptance length (AL) is given, a real checkpoint decoded after a real prefill.")
-        return _prose(*text)
+        return prose(*text)
 
     def same_settings(self, places: dict[Place, list[Cell]]) -> str:
         """Native against windowed, the engine otherwise as it comes."""
@@ -107,49 +147,85 @@ class Report:
             assert some is not None
             base = plain(self.cells, some.point)
             rows.append([
-                *_where(at), _ms(base.step_ms if base else None), _with_draft(native), _with_draft(windowed),
-                _ratio(native, windowed), f"{_even(native, base)} → {_even(windowed, base)}",
+                *where(at), ms(base.step_ms if base else None), with_draft(native), with_draft(windowed),
+                ratio_of(native, windowed), f"{break_even(native, base)} → {break_even(windowed, base)}",
             ])  # fmt: skip
-        heads = [*_WHERE, "no speculation", "native (draft)", "windowed (draft)", "native/windowed", "break-even AL"]
-        return _table(heads, rows)
+        heads = [*WHERE, "no speculation", "native (draft)", "windowed (draft)", "native/windowed", "break-even AL"]
+        return table(heads, rows)
 
-    def beside_floors(self, places: dict[Place, list[Cell]]) -> str:
-        """Measured times beside the floors, verify and draft apart."""
-        rows, bases = [], []
+    def against_stock(self, places: dict[Place, list[Cell]]) -> str:
+        """Stock native over every other arm, and each arm's break-even AL, at each context."""
+        ratios: Lines = {}
+        even: Lines = {}
         for at, found in places.items():
-            for cell in sorted(found, key=lambda cell: (cell.windowed, not cell.stock)):
-                base = plain(self.cells, cell.point)
-                if base is not None and base not in bases:
-                    bases.append(base)
-                    rows.append(
-                        [*_where(at._replace(gamma=0)), _described(base), *self._beside(base, "verify"), *[NONE] * 3]
-                    )
-                name = _described(cell)
-                rows.append([*_where(at), name, *self._beside(cell, "verify"), *self._beside(cell, "draft")])
-        heads = [*_WHERE, "arm", "verify", "floor", "of floor", "draft", "floor", "of floor"]
-        return _table(heads, rows)
+            stock = own_draft(found)
+            for base in [each for each in map(self._plain, found) if each is not None]:
+                ratios.setdefault(_line(at, base), {})[at.context] = ratio_of(stock, base)
+            for cell in found:
+                if cell is not stock:
+                    ratios.setdefault(_line(at, cell), {})[at.context] = ratio_of(stock, cell)
+                even.setdefault(_line(at, cell), {})[at.context] = break_even(cell, self._plain(cell))
+        if len(ratios) < 2:
+            return ""
+        return (
+            f"{_matrix('stock native over', ratios)}\n\n"
+            + prose("Break-even AL of each arm, over the plain step of the same attention settings:")
+            + f"\n\n{_matrix('break-even AL', even)}"
+        )
 
-    def tuned(self, places: dict[Place, list[Cell]]) -> str:
-        """Stock native, and the best native, against the best windowed arm."""
+    def best(self, places: dict[Place, list[Cell]]) -> str:
+        """The best native arm against the best windowed arms without and with hot rows."""
         rows = []
         for at, found in places.items():
-            if all(cell.stock for cell in found):
-                continue
-            stock = own_draft(found)
             native = fastest(cell for cell in found if not cell.windowed)
-            windowed = fastest(cell for cell in found if cell.windowed)
-            rows.append([
-                *_where(at), _ms(stock.step_ms if stock else None),
-                f"{_ms(native.step_ms)} ({_settings(native)})" if native else NONE,
-                f"{_ms(windowed.step_ms)} ({_described(windowed)})" if windowed else NONE,
-                _ratio(stock, windowed), _ratio(native, windowed),
-                _even(windowed, plain(self.cells, windowed.point) if windowed else None),
-            ])  # fmt: skip
-        heads = [
-            *_WHERE, "stock native", "best native", "best windowed", "stock native/best windowed",
-            "best native/best windowed", "break-even AL, best windowed",
-        ]  # fmt: skip
-        return _table(heads, rows) if rows else ""
+            all_rows = fastest(cell for cell in found if cell.windowed and HOT not in cell.point.settings)
+            hot = fastest(cell for cell in found if cell.windowed and HOT in cell.point.settings)
+            if native is not None and not all(cell.stock for cell in found):
+                rows.append([
+                    *where(at), _named(native), _named(all_rows), ratio_of(native, all_rows), _named(hot),
+                    ratio_of(native, hot),
+                ])  # fmt: skip
+        heads = ["best native", "best windowed, all rows", "native/this", "best windowed, hot rows", "native/this"]
+        return table([*WHERE, *heads], rows) if rows else ""
+
+    def _plain(self, cell: Cell) -> Cell | None:
+        return plain(self.cells, cell.point)
+
+    def effect(self, places: dict[Place, list[Cell]], name: str, value: object) -> str:
+        """Steps of cells that differ in one setting; values of it that were measured in fewer rounds follow."""
+        rows = []
+        for at, found in places.items():
+            there = [cell for cell in self.cells if not cell.point.gamma and _place_of(cell.point, at)]
+            for cell in sorted([*there, *found], key=lambda cell: (len(cell.rows) < self.least_rows, *_order(cell))):
+                if name not in cell.point.settings:
+                    continue
+                base = next((other for other in [*there, *found] if _without(cell.point, name) == _bare(other)), None)
+                if base is None or (cell.point.settings[name] != value and len(cell.rows) >= self.least_rows):
+                    continue
+                rows.append([
+                    *where(at), described(base), setting(name, cell.point.settings[name]), with_draft(base),
+                    with_draft(cell), _pair(base.verify_ms, cell.verify_ms), ratio_of(base, cell),
+                ])  # fmt: skip
+        heads = [*WHERE, "arm", "with", "without it (draft)", "with it (draft)", "verify", "without/with"]
+        return table(heads, rows) if rows else ""
+
+    def shares(self, places: dict[Place, list[Cell]]) -> str:
+        """The draft's share at each context, and how far apart its largest and least values are."""
+        lines: dict[str, dict[int, float]] = {}
+        for at, found in places.items():
+            for cell in found:
+                if cell.draft_ms is not None:
+                    lines.setdefault(_line(at, cell), {})[at.context] = cell.draft_ms
+        lines = {line: times for line, times in lines.items() if len(times) > 1}
+        if not lines:
+            return ""
+        spread = {
+            line: f"{100 * (max(times.values()) / min(times.values()) - 1):.1f} %" for line, times in lines.items()
+        }
+        shown = {line: {context: _ms3(time) for context, time in times.items()} for line, times in lines.items()}
+        return "Milliseconds of the draft's passes together.\n\n" + _matrix(
+            "draft", shown, "largest over least", spread
+        )
 
     def windows(self, places: dict[Place, list[Cell]]) -> str:
         """Step and draft by window, where several were measured with the engine otherwise as it comes."""
@@ -159,22 +235,87 @@ class Report:
             native = own_draft(found)
             for cell in swept:
                 window = f"{cell.point.sink} + {cell.point.window:,}"
-                rows.append([*_where(at), window, _ms(cell.step_ms), _ms(cell.draft_ms), _ratio(native, cell)])
-        return _table([*_WHERE, "sink + window", "step", "draft", "native/this"], rows) if rows else ""
+                rows.append([*where(at), window, ms(cell.step_ms), _ms3(cell.draft_ms), ratio_of(native, cell)])
+        return table([*WHERE, "sink + window", "step", "draft", "native/this"], rows) if rows else ""
+
+    def beside_floors(self, places: dict[Place, list[Cell]]) -> str:
+        """Measured times beside the floors, verify and draft apart."""
+        rows: list[list[str]] = []
+        for at, found in places.items():
+            bases = [self._plain(cell) for cell in found]
+            for base in {id(base): base for base in bases if base is not None}.values():
+                line = [*where(at._replace(gamma=0)), described(base), *self._beside(base, "verify"), *[NONE] * 3]
+                rows += [line] if line not in rows else []
+            for cell in found:
+                rows.append([*where(at), described(cell), *self._beside(cell, "verify"), *self._beside(cell, "draft")])
+        heads = [*WHERE, "arm", "verify", "floor", "of floor", "draft", "floor", "of floor"]
+        return table(heads, rows) if rows else ""
+
+    def _beside(self, cell: Cell, half: str) -> list[str]:
+        time = cell.verify_ms if half == "verify" else cell.draft_ms
+        if half == "verify" and time is None and not cell.point.gamma:
+            time = cell.step_ms
+        floor = self.floors.verify_ms(cell) if half == "verify" else self.floors.draft_ms(cell)
+        return [ms(time), ms(floor), NONE if time is None or floor is None else f"{time / floor:.2f} x"]
+
+    def processes(self, places: dict[Place, list[Cell]]) -> str:
+        """Cells that were measured both ways: arms changed in a running engine, and an engine for each arm."""
+        points: dict[int, set[str]] = {}
+        for row in self.record.rows:
+            points.setdefault(row.run, set()).add(str(_bare(Cell(row.point, ()))))
+        rows = []
+        for at, found in places.items():
+            split = {}
+            for cell in found:
+                shared = tuple(row for row in cell.rows if len(points[row.run]) > 1)
+                own = tuple(row for row in cell.rows if len(points[row.run]) == 1)
+                if shared and own:
+                    split[cell.windowed] = Cell(cell.point, shared), Cell(cell.point, own)
+            for one, each in split.values():
+                off = 100 * (each.step_ms / one.step_ms - 1)
+                rows.append([*where(at), f"step, {described(one)}", _spread(one), _spread(each), f"{off:+.1f} %"])
+            if len(split) == 2:
+                native, windowed = split[False], split[True]
+                ratios = [ratio(native[i], windowed[i]) for i in range(2)]
+                if ratios[0] and ratios[1]:
+                    off = 100 * (ratios[1].median / ratios[0].median - 1)
+                    both = (ratio_of(native[i], windowed[i]) for i in range(2))
+                    rows.append([*where(at), "native/windowed", *both, f"{off:+.1f} %"])
+        heads = [*WHERE, "", "one process", "a process each", "difference"]
+        return table(heads, rows) if rows else ""
+
+    def not_measured(self) -> str:
+        """What of the wanted points the record lacks."""
+        names = {"gamma": "γ", "batch": "batch", "kv_dtype": "KV cache", "tensor_parallel": "tensor-parallel devices"}
+        lines = []
+        for field, wanted in WANTED.items():
+            have = {getattr(cell.point, field) for cell in self.cells}
+            lacking = [str(value) for value in wanted if value not in have]
+            had = sorted(value for value in have if value)
+            if lacking:
+                lines.append(f"- {names[field]} {', '.join(lacking)} (measured: {', '.join(map(str, had))})")
+        others = [name for name in self.folders if name not in {cell.point.geometry for cell in self.cells}]
+        if others:
+            lines.append(f"- the geometries {', '.join(others)}, which lie ready in benchmarks/geometries")
+        if all(cell.point.cache_fill == "random keys" for cell in self.cells):
+            lines.append("- acceptance, and so tokens a second, at these contexts: that needs the models' real weights")
+        return "\n".join(lines) if lines else "Nothing of what was planned."
 
     def measured(self, command: str) -> str:
         runs = self.record.runs
         lines = [f"{_dates(runs)}. Every row, with its date, clock and temperature, is in the record.", ""]
+        memory = [row.memory_bytes / 2**30 for row in self.record.rows if row.memory_bytes is not None]
         facts = {
             "machine": _distinct(runs, lambda run: run.machine),
             "device": _distinct(runs, lambda run: run.provenance.device),
-            "software": _distinct(runs, _software),
-            "commit": _distinct(runs, lambda run: run.provenance.commit or "not in a checkout"),
+            "software": _software(runs),
+            "commit": _distinct(runs, lambda run: run.provenance.commit or "not recorded: run from a copy without git"),
             "multiprocessor clock": _range((row.clock_mhz for row in self.record.rows), "MHz"),
             "temperature": _range((row.temperature_c for row in self.record.rows), "°C"),
+            "device memory in use": [f"{min(memory):.1f} to {max(memory):.1f} GiB"] if memory else ["not read"],
             "rows": [f"{len(self.record.rows)} in {len(runs)} run{'s' * (len(runs) != 1)}"],
         }
-        lines += [f"- {name}: {'; '.join(values)}" for name, values in facts.items()]
+        lines += [prose(f"- {name}: {'; '.join(values)}").replace("\n", "\n  ") for name, values in facts.items()]
         rates = self.floors.rates
         if rates is not None:
             matrix = ", ".join(f"{name} {rate / 1e12:,.0f} T/s" for name, rate in rates.matrix_ops_per_s.items())
@@ -182,116 +323,122 @@ class Report:
                 f"- copy bandwidth: {rates.copy_bytes_per_s / 1e12:.2f} TB/s, read plus written",
                 f"- operations of matrix products: {matrix}",
                 "",
-                _prose(
+                prose(
                     "A floor is the larger of two times: all bytes that must move over the copy bandwidth, and all "
                     "operations over the matrix rate. Bytes are the weights read once a pass (of the routed experts as "
                     "many as even routing is expected to touch), the cached keys and values read once, and recurrent "
                     "states read and written; activations and the traffic between devices are left out. The draft's "
                     "first pass covers γ + 1 tokens, the others one. Where a type's matrix rate was not measured there "
-                    "is no floor."
+                    "is no floor. Reading alone can be a little faster than copying, so a single kernel may beat it."
                 ),
             ]
-        lines += ["", "Commands of the runs:", ""]
-        lines += [f"    {line}" for line in _distinct(runs, lambda run: " ".join(_quiet(run.provenance.argv)))]
+        lines += [
+            "",
+            "Commands of the runs (`--minutes` ends one early and is left out; rounds go on by the same command):",
+            "",
+        ]
+        for line in _distinct(runs, lambda run: _command(run.provenance.argv)):
+            lines += [f"    {part}" for part in line.split("\n")]
         return "\n".join([*lines, "", "This page:", "", f"    {command}"])
 
-    def _beside(self, cell: Cell, half: str) -> list[str]:
-        time = cell.verify_ms if half == "verify" else cell.draft_ms
-        if half == "verify" and time is None and not cell.point.gamma:
-            time = cell.step_ms
-        floor = self.floors.verify_ms(cell) if half == "verify" else self.floors.draft_ms(cell)
-        return [_ms(time), _ms(floor), NONE if time is None or floor is None else f"{time / floor:.2f} x"]
+
+def _order(cell: Cell) -> tuple[bool, bool, bool, bool]:
+    """Plain, native, windowed, with hot rows; each first as the engine comes."""
+    hot = HOT in cell.point.settings
+    return cell.point.gamma > 0, cell.windowed, hot, len(cell.point.settings) > hot
 
 
-_WHERE = ["context", "γ", "batch", "cache", "devices"]
+def _settings_of(places: dict[Place, list[Cell]]) -> list[tuple[str, object]]:
+    return list(
+        dict.fromkeys(one for found in places.values() for cell in found for one in cell.point.settings.items())
+    )
 
 
-def _where(at: Place) -> list[str]:
-    return [f"{at.context:,}", str(at.gamma), str(at.batch), at.kv_dtype, str(at.tensor_parallel)]
+def _line(at: Place, cell: Cell) -> str:
+    """Name of an arm's line; off the main grid with its place."""
+    more = [] if on_main_grid(at) else [f"{head} {value}" for head, value in zip(WHERE[1:], where(at)[1:], strict=True)]
+    return ", ".join([described(cell), *more])
 
 
-def _profile(profile: StepProfile, most: int = 10) -> str:
-    """The longest kernels of each half of a step, and the sum of the others."""
-    about = ", ".join(f"{name} {value}" for name, value in profile.settings.items())
-    lines = ["| half | kernel | grid | launches a step | µs a step |", "| --- | --- | --- | ---: | ---: |"]
-    for half in ("verify", "draft"):
-        rows = [row for row in profile.rows if row.half == half]
-        rows.sort(key=lambda row: -row.us)
-        for row in rows[:most]:
-            grid = " x ".join(map(str, row.grid)) or NONE
-            lines.append(f"| {half} | `{_short(row)}` | {grid} | {row.calls:g} | {row.us:,.0f} |")
-        others = rows[most:]
-        if others:
-            calls, time = sum(row.calls for row in others), sum(row.us for row in others)
-            lines.append(f"| {half} | {len(others)} others | {NONE} | {calls:g} | {time:,.0f} |")
-        if rows:
-            lines.append(f"| {half} | all | {NONE} | {sum(r.calls for r in rows):g} | {sum(r.us for r in rows):,.0f} |")
-    return f"Profile: {about}. Profiling itself adds time between kernels, not to them.\n\n" + "\n".join(lines)
+def _matrix(head: str, lines: Lines, last: str = "", values: dict[str, str] | None = None) -> str:
+    """A table with a line for each arm and a column for each context."""
+    contexts = sorted({context for each in lines.values() for context in each})
+    rows = [
+        [line, *(each.get(context, NONE) for context in contexts), *([values[line]] if values else [])]
+        for line, each in lines.items()
+    ]
+    return plain_table([head, *(f"{context:,}" for context in contexts), *([last] if values else [])], rows)
 
 
-def _short(row: KernelRow) -> str:
-    """A kernel's name without its template arguments' tail, fit for a table cell."""
-    name = row.name.replace("|", "/").replace("`", "'")
-    return name if len(name) <= 80 else f"{name[:79]}…"
+def _named(cell: Cell | None) -> str:
+    return NONE if cell is None else f"{ms(cell.step_ms)} ({settings(cell)})"
 
 
-def _prose(*paragraphs: str) -> str:
-    return "\n\n".join(textwrap.fill(paragraph, 120) for paragraph in paragraphs)
+def _place_of(point: StepPoint, at: Place) -> bool:
+    fields = ("geometry", "tensor_parallel", "kv_dtype", "cache_fill", "batch", "context")
+    return all(getattr(point, field) == getattr(at, field) for field in fields)
 
 
-def _ms(time: float | None) -> str:
-    return NONE if time is None else f"{time:.2f}"
+def _bare(cell: Cell) -> tuple[object, ...]:
+    point = cell.point
+    return point.gamma, point.sink, point.window, point.min_context, tuple(point.settings.items())
 
 
-def _with_draft(cell: Cell | None) -> str:
-    if cell is None:
-        return NONE
-    length = "" if cell.acceptance_length is None else f", AL {cell.acceptance_length:.2f}"
-    return f"{_ms(cell.step_ms)} ({_ms(cell.draft_ms)}){length}"
+def _without(point: StepPoint, name: str) -> tuple[object, ...]:
+    left = {key: value for key, value in point.settings.items() if key != name}
+    return _bare(Cell(point.model_copy(update={"settings": left}), ()))
 
 
-def _even(cell: Cell | None, base: Cell | None) -> str:
-    return NONE if cell is None or base is None else f"{cell.step_ms / base.step_ms:.2f}"
+def _pair(before: float | None, after: float | None) -> str:
+    return NONE if before is None or after is None else f"{before:.2f} → {after:.2f}"
 
 
-def _ratio(slower: Cell | None, faster: Cell | None) -> str:
-    found = None if slower is None or faster is None else ratio(slower, faster)
-    return NONE if found is None else f"{found.median:.3f} ({found.least:.3f}–{found.largest:.3f}, {found.pairs})"
+def _ms3(time: float | None) -> str:
+    return NONE if time is None else f"{time:.3f}"
 
 
-def _settings(cell: Cell) -> str:
-    named = (f"{name.removeprefix('attention_config.')} {value}" for name, value in cell.point.settings.items())
-    return ", ".join(named) or "stock"
-
-
-def _described(cell: Cell) -> str:
-    parts = [f"{cell.point.sink} + {cell.point.window:,}"] if cell.windowed and cell.point.window else []
-    return ", ".join([cell.point.arm, *parts, *([] if cell.stock else [_settings(cell)])])
-
-
-def _table(heads: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; a leading column of `_WHERE` that is the same everywhere becomes a line above it."""
-    constant = [i for i in range(1, len(_WHERE)) if len({row[i] for row in rows}) == 1]
-    above = ", ".join(f"{heads[i]} {rows[0][i]}" for i in constant)
-    kept = [i for i in range(len(heads)) if i not in constant]
-    lines = [[heads[i] for i in kept], ["---:" if i < len(_WHERE) else "---" for i in kept]]
-    lines += [[row[i] for i in kept] for row in rows]
-    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"Milliseconds; {above}.\n\n{body}" if above else f"Milliseconds.\n\n{body}"
+def _spread(cell: Cell) -> str:
+    times = [row.step_ms for row in cell.rows]
+    return f"{statistics.median(times):.2f} ({min(times):.2f}–{max(times):.2f}, {len(times)})"
 
 
 def _distinct(runs: Iterable[StepRun], of: Callable[[StepRun], str]) -> list[str]:
     return list(dict.fromkeys(of(run) for run in runs))
 
 
-def _software(run: StepRun) -> str:
-    own = {"python": run.provenance.python, "torch": run.provenance.torch, "windowed-mtp": run.provenance.package}
-    return ", ".join(f"{name} {version}" for name, version in {**run.software, **own}.items())
+def _software(runs: Sequence[StepRun]) -> list[str]:
+    """Each piece of software with its version, or its versions."""
+    found: dict[str, dict[str, None]] = {}
+    for run in runs:
+        own = {"python": run.provenance.python, "torch": run.provenance.torch, "windowed-mtp": run.provenance.package}
+        for name, version in {**run.software, **own}.items():
+            found.setdefault(name.replace("_", " "), {})[version] = None
+    return [", ".join(f"{name} {' or '.join(versions)}" for name, versions in found.items())]
 
 
-def _quiet(argv: tuple[str, ...]) -> list[str]:
-    """A command line without the folder that its program lies in."""
-    return [Path(argv[0]).name, *argv[1:]] if argv else []
+def _command(argv: Sequence[str]) -> str:
+    """A run's command line for a shell, its options on lines of their own where it is long."""
+    words = list(argv[argv.index("bench") :]) if "bench" in argv else [Path(argv[0]).name, *argv[1:]] if argv else []
+    if "--minutes" in words:
+        del words[words.index("--minutes") : words.index("--minutes") + 2]
+    lines = ["windowed-mtp" if "bench" in argv else ""]
+    for option in _options(words):
+        if len(lines[-1]) + len(option) > 100:
+            lines.append("   ")
+        lines[-1] = f"{lines[-1]} {option}".lstrip() if len(lines) == 1 else f"{lines[-1]} {option}"
+    return " \\\n".join(lines)
+
+
+def _options(words: Sequence[str]) -> Iterator[str]:
+    """Words with those that belong to an option joined to it, quoted for a shell."""
+    joined: list[str] = []
+    for word in words:
+        if word.startswith("-") and joined:
+            yield shlex.join(joined)
+            joined = []
+        joined.append(word)
+    if joined:
+        yield shlex.join(joined)
 
 
 def _dates(runs: Sequence[StepRun]) -> str:
@@ -300,8 +447,18 @@ def _dates(runs: Sequence[StepRun]) -> str:
 
 
 def _range(values: Iterable[float | None], unit: str) -> list[str]:
-    found = [value for value in values if value is not None]
-    return [f"{min(found):,.0f} to {max(found):,.0f} {unit}"] if found else ["not read"]
+    found = sorted({round(value) for value in values if value is not None})
+    if not found:
+        return ["not read"]
+    return [f"{found[0]:,} {unit}" if len(found) == 1 else f"{found[0]:,} to {found[-1]:,} {unit}"]
+
+
+def read_profiles(folder: Path | None) -> list[StepProfile]:
+    """Profiles of a folder: native before windowed, and what has fewer settings first."""
+    if folder is None:
+        return []
+    found = [StepProfile.load(path) for path in sorted(folder.glob("*.json"))]
+    return sorted(found, key=lambda profile: ("native" not in str(profile.settings["arm"]), len(profile.settings)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -309,15 +466,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("record", type=Path, help="record of windowed-mtp bench")
     parser.add_argument("-o", "--output", type=Path, default=Path("docs/results.md"), help="page to write")
     parser.add_argument("--geometries", type=Path, default=Path(__file__).parent / "geometries", help="their folder")
-    parser.add_argument("--profile", type=Path, action="append", default=[], help="profile of an arm; may be repeated")
+    parser.add_argument("--profiles", type=Path, help="folder of the arms' profiles")
     parser.add_argument("--notes", type=Path, help="Markdown to put in front of the section on the measurement")
+    arguments = sys.argv[1:] if arguments is None else arguments
     given = parser.parse_args(arguments)
     try:
         report = Report(StepRecord.load(given.record), given.geometries)
-        profiles = [StepProfile.load(path) for path in given.profile]
+        profiles = read_profiles(given.profiles)
         notes = given.notes.read_text(encoding="utf-8") if given.notes else ""
         figures = draw(report, given.output.parent / "figures")
-        command = f"python benchmarks/{Path(__file__).name} {given.record.name} -o {given.output.name}"
+        command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *arguments])
         write_atomically(given.output, report.text(command, notes, figures, profiles))
     except WindowedMTPError as error:
         print(error, file=sys.stderr)

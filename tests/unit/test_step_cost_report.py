@@ -20,13 +20,14 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAME = "Qwen3.6-35B-A3B"
 RATES = [Rates(copy_bytes_per_s=bandwidth, matrix_ops_per_s={"bf16": 7e14}) for bandwidth in (4.2e12, 4.4e12, 9e12)]
 WINDOW = {"sink": 64, "window": 4032, "min_context": 0}
+ARGUMENTS = ["bench", "MODEL", "--arm", "windowed={}", "--minutes", "4"]
 TUNED = {"attention_config.flash_attn_max_num_splits_for_cuda_graph": 16}
 
 
 def make_run(rates: Rates | None) -> StepRun:
     provenance = Provenance(
-        package="0", python="3", torch="2", transformers="5", argv=("/somewhere/bench", "MODEL"), device="no device",
-        threads=1, seed=0, commit=None, date=datetime(2026, 1, 2, tzinfo=UTC),
+        package="0", python="3", torch="2", transformers="5", argv=("/somewhere/app.py", *ARGUMENTS),
+        device="no device", threads=1, seed=0, commit=None, date=datetime(2026, 1, 2, tzinfo=UTC),
     )  # fmt: skip
     return StepRun(provenance=provenance, software={"vllm": "0"}, machine="made up", rates=rates)
 
@@ -54,9 +55,11 @@ def record() -> StepRecord:
         *make_rows("native", 1_040_000, [22.0, 22.0, 22.0], 6.4),
         *make_rows("windowed", 1_040_000, [20.0, 17.6, 16.0], 2.4),
         *make_rows("windowed", 1_040_000, [18.0], 2.5, window=16_384),
-        *make_rows("none", 1_040_000, [8.0], settings=TUNED),
-        *make_rows("native tuned", 1_040_000, [18.0], 6.0, settings=TUNED),
-        *make_rows("windowed", 1_040_000, [12.5], 1.2, settings={**TUNED, "hot_vocabulary.size": 32_768}),
+        *make_rows("none", 1_040_000, [8.0] * 3, settings=TUNED),
+        *make_rows("native tuned", 1_040_000, [18.0] * 3, 6.0, settings=TUNED),
+        *make_rows("windowed", 1_040_000, [16.0] * 3, 2.4, settings=TUNED),
+        *make_rows("windowed", 1_040_000, [12.5] * 3, 1.2, settings={**TUNED, "hot_vocabulary.size": 32_768}),
+        *make_rows("windowed", 1_040_000, [11.0], 1.2, settings={name: 48 for name in TUNED}),
         *make_rows("windowed", 8192, [33.0], 3.0, batch=4),
     ]
     runs = tuple(make_run(rates) for rates in [*RATES, None])
@@ -86,8 +89,8 @@ def test_cells_are_compared_with_the_plain_step_of_their_own_engine(record: Step
     found = cells(record)
     base, tuned = found[3], found[7]
     assert plain(found, found[5].point) == base
-    assert plain(found, found[8].point) == tuned and plain(found, found[9].point) == tuned
-    assert plain(found, found[10].point) is None  # batch 4 has none
+    assert plain(found, found[8].point) == tuned and plain(found, found[10].point) == tuned
+    assert plain(found, found[12].point) is None  # batch 4 has none
     other = found[8].point.model_copy(update={"settings": {"attention_config.other": 1}})
     assert plain(found, other) == base
 
@@ -107,7 +110,7 @@ def test_floors(record: StepRecord):
     # 38.1 GB to verify; drafts of 7.2 GB and of 1.9 GB with a head of 32,768 rows instead of 248,320
     assert floors.verify_ms(found[5]) == pytest.approx(38.15 / 4.4, rel=1e-3)
     assert floors.draft_ms(found[5]) == pytest.approx(7.199 / 4.4, rel=1e-3)
-    assert floors.draft_ms(found[9]) == pytest.approx((7.199 - 6.103 + 6 * 32_768 * 4096e-9) / 4.4, rel=1e-3)
+    assert floors.draft_ms(found[10]) == pytest.approx((7.199 - 6.103 + 6 * 32_768 * 4096e-9) / 4.4, rel=1e-3)
     native, windowed = floors.draft_ms(found[4]), floors.draft_ms(found[5])
     assert native is not None and windowed is not None and native > 2.5 * windowed
     for unknown in (Floors(None, floors.geometries), Floors(rates, {})):
@@ -127,29 +130,40 @@ def test_the_page(report: ModuleType, record: StepRecord, tmp_path: Path, capsys
         "| 8,192 | 4.00 | 12.00 (2.40) | 10.00 (2.30) | 1.200 (1.000–2.000, 3) | 3.00 → 2.50 |",
         "| 1,040,000 | 11.00 | 22.00 (6.40) | 17.60 (2.40) | 1.250 (1.100–1.375, 3) | 2.00 → 1.60 |",
         "| 8,192 | – | – | 33.00 (3.00) | – | – → – |",
-        "| 1,040,000 | 64 + 16,384 | 18.00 | 2.50 | 1.222 (1.222–1.222, 1) |",
+        "| 1,040,000 | 64 + 16,384 | 18.00 | 2.500 | 1.222 (1.222–1.222, 1) |",
         "- multiprocessor clock: 1,700 to 1,702 MHz",
+        "    windowed-mtp bench MODEL --arm 'windowed={}'",
         "- copy bandwidth: 4.40 TB/s, read plus written",
-        "    bench MODEL",
         "Because.",
         "Milliseconds; γ 6, batch 1, cache bf16, devices 1.",
         "Milliseconds; γ 6, batch 4, cache bf16, devices 1.",
+        # splits 48 is fastest, but of one round only, so it is no arm of its own
+        "| 1,040,000 | 18.00 (splits 16) | 16.00 (splits 16) | 1.125 (1.125–1.125, 3) "
+        "| 12.50 (splits 16, hot rows 32,768) | 1.440 (1.440–1.440, 3) |",
+        "| no speculation, splits 16 | – | 2.750 (2.750–2.750, 3) |",
+        "| windowed 64 + 4,032, splits 16, hot rows 32,768 | – | 1.760 (1.760–1.760, 3) |",
+        "| windowed 64 + 4,032, splits 16, hot rows 32,768 | – | 1.56 |",
+        "| windowed 64 + 4,032 | 2.50 | 1.60 |",
+        "| 1,040,000 | native | splits 16 | 22.00 (6.40) | 18.00 (6.00) | – | 1.222 (1.222–1.222, 3) |",
+        "| 1,040,000 | windowed 64 + 4,032 | splits 48 | 17.60 (2.40) | 11.00 (1.20) | – | 1.818 (1.818–1.818, 1) |",
+        "| 1,040,000 | windowed 64 + 4,032, splits 16 | hot rows 32,768 | 16.00 (2.40) | 12.50 (1.20) | – "
+        "| 1.280 (1.280–1.280, 3) |",
+        "| windowed 64 + 4,032 | 2.300 | 2.400 | 4.3 % |",
+        "- γ 1, 2, 4, 8 (measured: 6)",
+        "- batch 16 (measured: 1, 4)",
     ):
         assert line in text.splitlines(), line
-    tuned = next(line for line in text.splitlines() if line.startswith("| 1,040,000 | 22.00 | 18.00 ("))
-    assert "| 12.50 (windowed, 64 + 4,032, " in tuned and "hot_vocabulary.size 32768" in tuned
-    assert tuned.endswith("| 1.760 (1.760–1.760, 1) | 1.440 (1.440–1.440, 1) | 1.56 |")
-    floored = [line for line in text.splitlines() if "| windowed, 64 + 4,032 |" in line and "| 1,040,000" in line]
-    assert floored == ["| 1,040,000 | 6 | 1 | windowed, 64 + 4,032 | – | 8.67 | – | 2.40 | 1.64 | 1.47 x |"]
-    plain_steps = [line for line in text.splitlines() if "| none" in line]
-    assert [line.split(" | ")[3:5] for line in plain_steps] == [
-        ["none", "4.00"], ["none", "11.00"], ["none, flash_attn_max_num_splits_for_cuda_graph 16", "8.00"],
+    floored = [line for line in text.splitlines() if "| windowed 64 + 4,032 |" in line and " x |" in line]
+    assert floored[-1] == "| 1,040,000 | 6 | windowed 64 + 4,032 | – | 8.67 | – | 2.40 | 1.64 | 1.47 x |"
+    plain_steps = [line for line in text.splitlines() if "| 0 | no speculation" in line]
+    assert [line.split(" | ")[2:4] for line in plain_steps] == [
+        ["no speculation", "4.00"], ["no speculation", "11.00"], ["no speculation, splits 16", "8.00"],
     ]  # fmt: skip
     assert "random" in text and "/somewhere" not in text
     if importlib.util.find_spec("matplotlib") is None:
         assert "without figures" in capsys.readouterr().err
         pytest.skip("matplotlib is not installed: no figures were drawn")
-    for kind in ("contexts", "windows"):
+    for kind in ("contexts", "arms", "windows"):
         assert f"(figures/{NAME}-{kind}.svg)" in text
         assert 1000 < (tmp_path / "figures" / f"{NAME}-{kind}.svg").stat().st_size < 100_000
     first = (tmp_path / "figures" / f"{NAME}-contexts.svg").read_bytes()
@@ -158,20 +172,71 @@ def test_the_page(report: ModuleType, record: StepRecord, tmp_path: Path, capsys
 
 
 def test_a_profile_gives_the_longest_kernels_of_each_half(report: ModuleType, record: StepRecord, tmp_path: Path):
-    kernels = [KernelRow(half="verify", name="attend", grid=(2, 33), block=(128,), calls=10, us=6900.0)]
+    kernels = [
+        KernelRow(half="verify", name="void x::flash::FlashAttnFwd<8>", grid=(2, 33), block=(), calls=10, us=6900.0)
+    ]
     kernels += [KernelRow(half="draft", name=f"k{i}|", grid=(), block=(), calls=1, us=float(i)) for i in range(12)]
-    profile = StepProfile(provenance=record.provenance, settings={"arm": "windowed"}, rows=tuple(kernels))
+    kernels += [
+        KernelRow(half="draft", name="nvjet_sm90_wide", grid=(), block=(), calls=6, us=600.0),
+        KernelRow(half="draft", name="nvjet_sm90_narrow", grid=(), block=(), calls=60, us=700.0),
+    ]
+    given = {"context": 9, "gamma": 6, "batch": 1}
+    native = StepProfile(provenance=record.provenance, settings={"arm": "native", **given}, rows=tuple(kernels[:1]))
+    profile = StepProfile(
+        provenance=record.provenance, settings={"arm": "hot", **given, "hot_vocabulary.size": 9}, rows=tuple(kernels)
+    )
     record.save(tmp_path / "record.json")
-    profile.save(tmp_path / "profile.json")
+    (tmp_path / "profiles").mkdir()
+    profile.save(tmp_path / "profiles" / "a.json")
+    native.save(tmp_path / "profiles" / "b.json")
     page = tmp_path / "page.md"
-    asked = [str(tmp_path / "record.json"), "-o", str(page), "--profile", str(tmp_path / "profile.json")]
+    asked = [str(tmp_path / "record.json"), "-o", str(page), "--profiles", str(tmp_path / "profiles")]
     assert report.main(asked) == 0
-    found = [line for line in page.read_text().splitlines() if line.startswith(("| verify |", "| draft |"))]
-    assert found[:3] == [
-        "| verify | `attend` | 2 x 33 | 10 | 6,900 |", "| verify | all | – | 10 | 6,900 |",
-        "| draft | `k11/` | – | 1 | 11 |",
+    lines = page.read_text().splitlines()
+    for line in (
+        "| draft | native | windowed, hot rows 9 |",
+        "| output head | – | 600 (6) |",
+        "| matrix products | – | 700 (60) |",
+        "| norms, copies and other small ones | – | 66 (12) |",
+        "| attention | 6,900 (10) | 6,900 (10) |",
+        "| all kernels | – | 1,366 (78) |",
+    ):
+        assert line in lines, line
+    kernel = ("| verify | `", "| draft | `", "| draft | 2 others", "| draft | all")
+    found = [line for line in lines if line.startswith(kernel)]
+    assert found[:2] == ["| verify | `FlashAttnFwd` | 2 x 33 | 10 | 6,900.0 |"] * 2  # one of each profile
+    assert found[2:5] == [
+        "| draft | `nvjet_sm90_narrow` | – | 60 | 700.0 |", "| draft | `nvjet_sm90_wide` | – | 6 | 600.0 |",
+        "| draft | `k11/` | – | 1 | 11.0 |",
     ]  # fmt: skip
-    assert found[-2:] == ["| draft | 2 others | – | 2 | 1 |", "| draft | all | – | 12 | 66 |"]
+    assert found[-2:] == ["| draft | 2 others | – | 2 | 1.0 |", "| draft | all | – | 78 | 1,366.0 |"]
+
+
+def test_kernels_names_without_their_template_arguments(report: ModuleType):
+    name = "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::Mainloop<2> > > >"
+    assert report.kernels.short(name) == "device_kernel FlashAttnFwdSm90"
+    assert report.kernels.kind(name) == "attention"
+    assert report.kernels.short("void vllm::moe::topkGating<8, 256>(float const*)") == "topkGating"
+    assert report.kernels.kind("fused_moe_kernel") == report.kernels.kind("void vllm::moe::topkGating<8>()")
+
+
+def test_arms_that_were_measured_both_ways(report: ModuleType, record: StepRecord):
+    def in_run(rows: list[StepRow], run: int, repeat: int) -> list[StepRow]:
+        return [row.model_copy(update={"run": run, "repeat": repeat}) for row in rows]
+
+    rows = [
+        *in_run(make_rows("native", 8192, [12.0]), 0, 0), *in_run(make_rows("windowed", 8192, [10.0]), 0, 0),
+        *in_run(make_rows("native", 8192, [12.6]), 1, 1), *in_run(make_rows("windowed", 8192, [10.0]), 2, 1),
+    ]  # fmt: skip
+    made = report.Report(record.model_copy(update={"rows": tuple(rows)}), BENCHMARKS / "geometries")
+    lines = made.processes(made.places).splitlines()
+    assert lines[-3:] == [
+        "| 8,192 | step, native | 12.00 (12.00–12.00, 1) | 12.60 (12.60–12.60, 1) | +5.0 % |",
+        "| 8,192 | step, windowed 64 + 4,032 | 10.00 (10.00–10.00, 1) | 10.00 (10.00–10.00, 1) | +0.0 % |",
+        "| 8,192 | native/windowed | 1.200 (1.200–1.200, 1) | 1.260 (1.260–1.260, 1) | +5.0 % |",
+    ]
+    whole = report.Report(record, BENCHMARKS / "geometries")
+    assert whole.processes(whole.places) == ""
 
 
 @pytest.mark.parametrize("wrong", ["missing.json", "other.json"])
