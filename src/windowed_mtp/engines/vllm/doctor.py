@@ -10,6 +10,7 @@ from windowed_mtp.engines.vllm.doctor_acceptance import acceptance
 from windowed_mtp.engines.vllm.doctor_blocks import Blocks, blocks_of, text_config
 from windowed_mtp.engines.vllm.doctor_head import head_findings
 from windowed_mtp.engines.vllm.doctor_rope import rope_findings
+from windowed_mtp.engines.vllm.doctor_splits import attention_device, splits_findings
 from windowed_mtp.engines.vllm.findings import DoctorResult, Finding, Level
 from windowed_mtp.engines.vllm.serve_flags import serve_config
 from windowed_mtp.engines.vllm.summary import Drafting, LayerGroup, describe, engages_from
@@ -57,6 +58,7 @@ def diagnose(flags: Sequence[str], metrics: str | None = None) -> DoctorResult:
         in_force = _in_force(vllm_config, config, blocks)
     if vllm_config.speculative_config is not None:
         findings += draft_findings(vllm_config)
+    findings += splits_findings(vllm_config, blocks, attention_device(vllm_config))
     findings += [*prefix_findings(vllm_config, blocks), *judged]
     return DoctorResult(
         provenance=Provenance.collect(),
