@@ -17,7 +17,10 @@ from safetensors.torch import load_file, save_file
 from windowed_mtp.cli import main
 from windowed_mtp.engines.vllm.config import PluginError
 from windowed_mtp.engines.vllm.doctor import diagnose
+from windowed_mtp.engines.vllm.doctor_blocks import Blocks
+from windowed_mtp.engines.vllm.doctor_splits import AttentionDevice, attention_device, splits_findings
 from windowed_mtp.engines.vllm.findings import DoctorResult, Finding
+from windowed_mtp.engines.vllm.serve_flags import serve_config
 from windowed_mtp.reference import checkpoint_path
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
@@ -54,6 +57,21 @@ def test_prefix_hits_in_blocks_of_a_hybrid():
     assert found["window"].level == "warning" and "no window is configured" in found["window"].cause
     off = rows(diagnose(flags(checkpoint_path(), None, None, "--no-enable-prefix-caching")))
     assert "prefix caching is off" in off["prefix cache"].cause
+
+
+def test_splits_of_attention_for_few_sequences():
+    from vllm.config import CUDAGraphMode
+
+    more = ["--max-model-len", "16384", "--max-num-seqs", "1"]
+    config = serve_config(flags(checkpoint_path(), MTP, None, *more))
+    assert attention_device(config) is None  # this is no Hopper
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    hopper, blocks = AttentionDevice(flash_attention=3, multiprocessors=132), Blocks("FLASH_ATTN", 384, 384)
+    heads = config.model_config.hf_text_config.num_key_value_heads
+    [found] = splits_findings(config, blocks, hopper)
+    assert f"= {32 * heads} tiles of work" in found.cause
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    assert list(splits_findings(config, blocks, hopper)) == []
 
 
 def test_a_head_that_is_missing(tmp_path: Path):

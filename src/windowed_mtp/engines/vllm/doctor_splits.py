@@ -31,21 +31,24 @@ class AttentionDevice:
 
 
 def attention_device(vllm_config: Any) -> AttentionDevice | None:
-    """Look at this machine's device; ``None`` unless it is NVIDIA's Hopper and splits may be chosen."""
+    """Look at this machine's device; ``None`` unless it is NVIDIA's Hopper, splits may be chosen and vLLM tells."""
     from vllm import envs
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda() or getattr(envs, "VLLM_BATCH_INVARIANT", False):
         return None
-    capability = current_platform.get_device_capability()
-    if capability is None or capability.major != 9:
-        return None
-    from vllm.config import set_current_vllm_config
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    try:
+        capability = current_platform.get_device_capability()
+        if capability is None or capability.major != 9:
+            return None
+        from vllm.config import set_current_vllm_config
+        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    with set_current_vllm_config(vllm_config):
-        version = get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
-    return AttentionDevice(version or 0, current_platform.num_compute_units())
+        with set_current_vllm_config(vllm_config):
+            version = get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
+        return AttentionDevice(version or 0, current_platform.num_compute_units())
+    except (AttributeError, TypeError, ImportError, NotImplementedError, RuntimeError, AssertionError):
+        return None
 
 
 def splits_findings(vllm_config: Any, blocks: Blocks | None, device: AttentionDevice | None) -> Iterator[Finding]:
