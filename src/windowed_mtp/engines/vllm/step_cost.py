@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -229,7 +229,7 @@ def measure(
 
 
 def measure_rates() -> Rates | None:
-    """Copy bandwidth and bf16 matrix rate of the device; ``None`` without one."""
+    """Copy bandwidth and matrix rates of the device, fp8 where it has it; ``None`` without one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -238,10 +238,21 @@ def measure_rates() -> Rates | None:
     source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
     copying = _seconds(torch.empty_like(source).copy_, source)
     matrix = torch.randn(n, n, dtype=torch.bfloat16, device="cuda")
-    multiplying = _seconds(torch.matmul, matrix, torch.randn_like(matrix))
+    multiplying = {"bf16": _seconds(torch.matmul, matrix, torch.randn_like(matrix))}
+    if torch.cuda.get_device_capability() >= (8, 9):
+        with suppress(RuntimeError, ValueError):
+            multiplying["fp8"] = _seconds(fp8_product, matrix.to(torch.float8_e4m3fn), torch.ones((), device="cuda"))
     del source, matrix
     torch.cuda.empty_cache()
-    return Rates(copy_bytes_per_s=2 * size / copying, matrix_ops_per_s={"bf16": 2 * n**3 / multiplying})
+    rates = {name: 2 * n**3 / seconds for name, seconds in multiplying.items()}
+    return Rates(copy_bytes_per_s=2 * size / copying, matrix_ops_per_s=rates)
+
+
+def fp8_product(matrix: Any, scale: Any) -> Any:
+    """Multiply a matrix of fp8 (e4m3) by its transpose, with one scale a tensor, into bf16."""
+    import torch
+
+    return torch._scaled_mm(matrix, matrix.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
 
 
 def _seconds(call: Callable[..., Any], *inputs: Any, repeats: int = 10) -> float:
