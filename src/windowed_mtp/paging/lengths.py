@@ -46,10 +46,8 @@ def windowed_length_bound(length: int, query_len: int, *, block_size: int, windo
     length, query_len, block_size, window
         As for `dropped_blocks`, the first two as upper bounds.
     """
-    if length < window.min_context:
-        return length
     most = sink_blocks(block_size, window) * block_size + window.window + query_len - 1 + block_size - 1
-    return min(length, max(most, window.min_context))
+    return min(length, max(most, window.min_context - 1))
 
 
 def sink_blocks(block_size: int, window: SinkWindow) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from windowed_mtp.paging import windowed_length_bound
 from windowed_mtp.window import SinkWindow
 
 
@@ -68,8 +69,7 @@ def engages_from(window: SinkWindow, block_size: int) -> int:
 
 def most_keys(context: int, queries: int, window: SinkWindow, block_size: int) -> int:
     """Most keys that a pass of ``queries`` queries reads of a sequence of at most ``context`` tokens."""
-    most = sink_tokens(window, block_size) + window.window + queries - 1 + block_size - 1
-    return min(context, max(most, window.min_context - 1))
+    return windowed_length_bound(context, queries, block_size=block_size, window=window)
 
 
 def keys_a_step(context: int, drafting: Drafting, window: SinkWindow, block_size: int) -> int:
