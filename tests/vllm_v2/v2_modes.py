@@ -20,8 +20,8 @@ from vllm import LLM
 from windowed_mtp import SinkWindow
 
 WINDOW = SinkWindow(4, 64)
-PROMPTS = {"alike": [246, 247, 248], "mixed": [20, 130, 247, 248]}
-BUDGET = 160
+PROMPTS = {"alike": [246, 247, 248], "mixed": [247, 248, 9, 130]}
+BUDGET = 300
 """Tokens a step where prompts are in chunks."""
 TOKENS = 8
 OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 1024, "num_gpu_blocks_override": 96}
