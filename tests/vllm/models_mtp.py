@@ -20,6 +20,11 @@ LAYERS = 3
 LATENT_HEADS, LATENT, ROTARY, NOPE, VALUE = 2, 512, 64, 32, 32
 """Number of heads, and sizes of a latent key, of its rotary part, and of a head's other part and value; a kernel on the
 CPU has the sum of latent key and rotary part compiled in."""
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 2048,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+"""DeepSeek's own rotary embedding. Without scaling, vLLM 0.32 on a CPU rotates queries of several heads wrongly."""
 EXPERTS, EXPERT = 4, 64
 """Number of routed experts, and the width of one."""
 
@@ -92,7 +97,8 @@ def deepseek_v3() -> str:
     return _checkpoint(
         "deepseek-v3", _target_and_head(_latent_layer, strength=5.0),
         architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3",
-        num_attention_heads=LATENT_HEADS, num_key_value_heads=LATENT_HEADS,
+        num_attention_heads=LATENT_HEADS, num_key_value_heads=LATENT_HEADS, head_dim=ROTARY,
+        rope_parameters=YARN,
         q_lora_rank=None, kv_lora_rank=LATENT, qk_rope_head_dim=ROTARY, qk_nope_head_dim=NOPE, v_head_dim=VALUE,
         first_k_dense_replace=LAYERS + 1,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
+import torch
 from draft_passes import Seen, block_size
 from drafters import Drafter
 from engines import GAMMA, Answer, counters, generate
@@ -40,6 +41,8 @@ class Mode:
     chunks, prefixes, scarce : bool
         Whether prompts are prefilled in chunks, whether halves of them are cached before, and whether there
         are so few blocks that sequences are preempted.
+    dtype : str
+        Of weights and cache. Many CPUs emulate products in bfloat16, slowly.
     """
 
     window: SinkWindow
@@ -48,11 +51,12 @@ class Mode:
     chunks: bool
     prefixes: bool
     scarce: bool
+    dtype: str
 
     def __str__(self) -> str:
         window = "-".join(str(value) for value in asdict(self.window).values())
         flags = [name for name in ("chunks", "prefixes", "scarce") if getattr(self, name)]
-        return "+".join([f"window {window}", f"gamma {self.gamma}", self.lengths, *flags])
+        return "+".join([f"window {window}", f"gamma {self.gamma}", self.lengths, *flags, self.dtype])
 
 
 def modes(drafter: Drafter) -> list[Any]:
@@ -65,6 +69,7 @@ def modes(drafter: Drafter) -> list[Any]:
         "chunks": either if drafter.reuses else (False,),
         "prefixes": either if drafter.reuses else (False,),
         "scarce": either,
+        "dtype": ("float32", "bfloat16"),
     }
     rows = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
     few = pairwise(rows)
@@ -87,8 +92,7 @@ def pairwise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @contextmanager
 def in_mode(drafter: Drafter, mode: Mode) -> Iterator[LLM]:
     """An engine that runs `PROMPTS` in this mode."""
-    options: dict[str, Any] = {"enable_prefix_caching": mode.prefixes, "max_model_len": 512}
-    options["dtype"] = "float32"  # many CPUs have no matrix products in bfloat16, and emulate them slowly
+    options: dict[str, Any] = {"enable_prefix_caching": mode.prefixes, "max_model_len": 512, "dtype": mode.dtype}
     if mode.chunks:
         options["max_num_batched_tokens"] = BUDGET
     if mode.scarce:
@@ -125,28 +129,34 @@ def _check_is(mode: Mode, answers: list[Answer], seen: Seen) -> None:
 
 
 def check_output(drafter: Drafter) -> None:
-    """Greedy output and prefix hits with the window are those without it and without a drafter, cold and warm."""
+    """Greedy output and prefix hits with the window are those without it and without a drafter, cold and warm.
+
+    So are the logits of what is chosen, which a target that reads less would change.
+    """
     block = drafter.block
     lengths = [20, 8 * block - 1, 8 * block, 8 * block + 1, 10 * block + 5, 16 * block]
     prompts = random_prompts(lengths)
     longer = [[*prompt, 7, 8, 9] for prompt in prompts]
     window = {"sink": WINDOW.sink, "window": WINDOW.window}
-    outputs, cached = {}, {}
+    outputs, logits, cached = {}, {}, {}
     for name, window_of, gamma in (("target", None, 0), ("unwindowed", None, GAMMA), ("windowed", window, GAMMA)):
-        with drafter.running(window_of, gamma) as llm:
+        with drafter.running(window_of, gamma, dtype="float32", logprobs_mode="raw_logits") as llm:
             before = counters(llm)
-            answers = [generate(llm, batch, TOKENS) for batch in (prompts, longer)]
+            answers = [each for batch in (prompts, longer) for each in generate(llm, batch, TOKENS, logprobs=1)]
             after = counters(llm)
-        outputs[name] = [[each.tokens for each in batch] for batch in answers]
-        cached[name] = [[each.cached for each in batch] for batch in answers]
+        outputs[name] = [each.tokens for each in answers]
+        logits[name] = torch.tensor([[top[t] for t, top in zip(a.tokens, a.logprobs, strict=True)] for a in answers])
+        cached[name] = [each.cached for each in answers]
         if gamma:
             drafts, accepted = (
                 after[f"spec_decode_num_{what}"] - before.get(f"spec_decode_num_{what}", 0)
                 for what in ("drafts", "accepted_tokens")
             )
             print(name, "acceptance length:", 1 + accepted / drafts, "cached:", cached[name])
+            print("largest logit:", logits[name].max(), "off by", (logits[name] - logits["target"]).abs().max())
             assert 0.05 < accepted / drafts < 0.9 * GAMMA
+            torch.testing.assert_close(logits[name], logits["target"], atol=0.1, rtol=0)
     assert outputs["windowed"] == outputs["unwindowed"] == outputs["target"]
     assert cached["windowed"] == cached["unwindowed"]
-    for hits, length in zip(cached["windowed"][1], lengths, strict=True):
+    for hits, length in zip(cached["windowed"][len(lengths) :], lengths, strict=True):
         assert hits >= length - 2 * block if drafter.reuses else hits == 0
