@@ -1,7 +1,6 @@
 """Hot rows of the draft's output head in an engine: the output stays, proposals are hot, all rows change nothing."""
 
 from collections import Counter
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,118 +9,134 @@ pytest.importorskip("vllm.version", reason="vllm is not installed; run make test
 
 import torch
 from engines import engine, generate, runner_of, same_up_to_near_ties, text_prompts
+from hot_sets import proposals, tokens_of
 from transformers import AutoTokenizer
 
-from windowed_mtp.engines.vllm.config import PluginError
-from windowed_mtp.engines.vllm.hot_head import remove_hot_head
+from windowed_mtp.engines.vllm.config import PluginConfig, PluginError
+from windowed_mtp.engines.vllm.hot_head import refresh_hot_head, remove_hot_head
 from windowed_mtp.reference import checkpoint_path
 from windowed_mtp.vocab import HotVocabulary
 
 WINDOW = {"sink": 4, "window": 300}
-LENGTHS = [60, 500, 1200]
+LENGTHS = [60, 700]
+SIZE = 400
+CLOSE = {"atol": 0.05, "rtol": 0.02}
 OPTIONS: dict[str, Any] = {"max_model_len": 2048, "num_gpu_blocks_override": 48}
 
 
-def save(path: Any, counts: dict[int, int]) -> HotVocabulary:
+def ranking(path: Any, counts: dict[int, int]) -> HotVocabulary:
     made = HotVocabulary.from_counts(counts, tokenizer=AutoTokenizer.from_pretrained(checkpoint_path()))
     made.save(path)
     return made
 
 
-@contextmanager
-def proposals(llm: Any) -> Any:
-    drafter, seen = runner_of(llm).drafter, []
-    propose = drafter.propose
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        made = propose(*args, **kwargs)
-        seen.append(made.tolist())
-        return made
-
-    drafter.propose = recorded
-    try:
-        yield seen
-    finally:
-        del drafter.propose
+@pytest.fixture(scope="module")
+def target():
+    with engine(drafter={}, **OPTIONS) as llm:
+        prompts = text_prompts(llm, LENGTHS)
+        return prompts, generate(llm, prompts, logprobs=2), runner_of(llm).vllm_config.model_config.get_vocab_size()
 
 
 @pytest.fixture(scope="module")
-def plain():
-    with engine(drafter={}, **OPTIONS) as llm:
-        prompts = text_prompts(llm, LENGTHS)
-        target = generate(llm, prompts, logprobs=2)
-    with engine(window=WINDOW, **OPTIONS) as llm, proposals(llm) as seen:
-        generate(llm, prompts)
-    return prompts, target, list(seen)
+def files(target: Any, tmp_path_factory: Any):
+    """Rankings by name, with their hot ids: counted from the prompts, and of tokens that are in none of them."""
+    prompts, _, vocab_size = target
+    folder, seen = tmp_path_factory.mktemp("hot"), Counter(token for ids in prompts for token in ids)
+    counts = {"counted": seen, "wrong": dict.fromkeys((id for id in range(vocab_size) if id not in seen), 1)}
+    made = {}
+    for name, each in counts.items():
+        made[name] = str(folder / f"{name}.json"), ranking(folder / f"{name}.json", each).ids(SIZE, vocab_size)
+    return made
 
 
-@pytest.mark.parametrize("kind", ["counted", "wrong"])
-def test_the_output_stays_and_proposals_are_hot(plain: Any, tmp_path: Any, kind: str):
-    prompts, target, _ = plain
-    counted = Counter(token for ids in prompts for token in ids)
-    vocabulary = save(tmp_path / "hot.json", counted if kind == "counted" else {2000: 1, 1999: 1})
-    hot = {"size": 400 if kind == "counted" else 16, "file": str(tmp_path / "hot.json")}
-    with engine(window={**WINDOW, "hot_vocabulary": hot}, **OPTIONS) as llm, proposals(llm) as seen:
-        ties = same_up_to_near_ties(target, generate(llm, prompts))
-        vocab_size = runner_of(llm).vllm_config.model_config.get_vocab_size()
-    assert ties <= len(prompts) // 2
-    proposed = {token for step in seen for row in step for token in row}
-    assert proposed <= set(vocabulary.ids(hot["size"], vocab_size))
-    assert len(proposed) > (50 if kind == "counted" else 1)
+@pytest.fixture(scope="module")
+def hot(files: Any):
+    window = {**WINDOW, "hot_vocabulary": {"size": SIZE, "file": files["counted"][0]}}
+    with engine(window=window, **OPTIONS) as llm:
+        yield llm
 
 
-def test_logits_are_the_heads_own_on_hot_rows_and_a_refresh_changes_which(tmp_path: Any):
-    save(tmp_path / "hot.json", {5: 3, 7: 2, 900: 1})
-    with engine(
-        window={**WINDOW, "hot_vocabulary": {"size": 100, "file": str(tmp_path / "hot.json")}}, **OPTIONS
-    ) as llm:
-        runner = runner_of(llm)
-        model, [hot] = runner.drafter.model, runner.windowed_mtp_hot_logits
-        [rows] = hot.rows.values()
-        hidden = torch.randn(3, model.lm_head.weight.shape[1], dtype=model.lm_head.weight.dtype)
-        address = rows.weight.data_ptr(), rows.ids.data_ptr()
-        ids, logits = rows.ids.tolist(), model.compute_logits(hidden)
-        other = sorted({*range(1000, 1098), 5, 7})
-        rows.refresh(other)
-        again, top = model.compute_logits(hidden), hot.get_top_tokens(model.lm_head, hidden)
+@pytest.mark.parametrize("name", ["counted", "wrong"])
+def test_the_output_stays_and_proposals_are_hot(target: Any, files: Any, hot: Any, name: str):
+    prompts, answers, _ = target
+    file, ids = files[name]
+    hot.collective_rpc(refresh_hot_head, args=(file,))
+    with proposals(hot) as seen:
+        ties = same_up_to_near_ties(answers, generate(hot, prompts))
+    assert ties <= 1
+    proposed = tokens_of(seen)
+    assert proposed <= set(ids)
+    assert len(proposed) > (15 if name == "counted" else 5)
+
+
+def test_logits_are_the_heads_own_on_hot_rows_and_a_refresh_changes_which(hot: Any, files: Any):
+    runner = runner_of(hot)
+    model, [logits] = runner.drafter.model, runner.windowed_mtp_hot_logits
+    rows = logits.rows[model.lm_head]
+    full_of, hidden = logits.own[0], torch.randn(3, model.lm_head.weight.shape[1], dtype=model.lm_head.weight.dtype)
+    address = rows.weight.data_ptr(), rows.ids.data_ptr()
+    for name in ("wrong", "counted"):
+        file, ids = files[name]
+        hot.collective_rpc(refresh_hot_head, args=(file,))
         assert address == (rows.weight.data_ptr(), rows.ids.data_ptr())
-        with pytest.raises(PluginError, match="3 hot ids cannot take the place of 100"):
-            rows.refresh([1, 2, 3])
-        remove_hot_head(runner)
-        full = model.compute_logits(hidden)
-    assert {5, 7, 900} <= set(ids) and len(ids) == 100
-    assert logits.shape == full.shape and torch.isfinite(full).all()
-    for chosen, made in ((ids, logits), (other, again)):
+        made, full = model.compute_logits(hidden), full_of(model.lm_head, hidden)
         outside = torch.ones(full.shape[1], dtype=torch.bool)
-        outside[chosen] = False
-        assert torch.isneginf(made[:, outside]).all()
-        torch.testing.assert_close(made[:, chosen], full[:, chosen], atol=0.05, rtol=0.02)
-    assert top.equal(again.argmax(-1))
+        outside[ids] = False
+        assert made.shape == full.shape and torch.isneginf(made[:, outside]).all()
+        torch.testing.assert_close(made[:, ids], full[:, ids], **CLOSE)
+        assert logits.processor.get_top_tokens(model.lm_head, hidden).equal(made.argmax(-1))
+    weight = model.lm_head.weight
+    with torch.inference_mode():
+        weight.neg_()
+        hot.collective_rpc(refresh_hot_head)  # what the weights are now
+        torch.testing.assert_close(model.compute_logits(hidden)[:, ids], -full[:, ids], **CLOSE)
+        weight.neg_()
+        hot.collective_rpc(refresh_hot_head)
+    with pytest.raises(PluginError, match="3 hot ids cannot take the place of 400"):
+        rows.refresh([1, 2, 3])
 
 
-def test_all_rows_propose_what_none_do(plain: Any, tmp_path: Any):
-    prompts, _, proposed = plain
-    save(tmp_path / "hot.json", {5: 1})
-    with engine(drafter={}, **OPTIONS) as llm:
-        size = runner_of(llm).vllm_config.model_config.get_vocab_size()
-    hot = {"size": size, "file": str(tmp_path / "hot.json")}
-    with engine(window={**WINDOW, "hot_vocabulary": hot}, **OPTIONS) as llm, proposals(llm) as seen:
+def test_a_file_that_is_of_no_use_changes_nothing(hot: Any, files: Any, tmp_path: Any):
+    other = tmp_path / "other.json"
+    with open(files["counted"][0]) as file:
+        other.write_text(file.read().replace('"sha256":"', '"sha256":"0'))
+    [logits] = runner_of(hot).windowed_mtp_hot_logits
+    [rows] = logits.rows.values()
+    before = rows.ids.tolist()
+    for file, match in ((str(other), "made with the tokenizer of"), (str(tmp_path / "none.json"), "cannot read")):
+        with pytest.raises(PluginError, match=match) as caught:
+            hot.collective_rpc(refresh_hot_head, args=(file,))
+        assert "\n" not in str(caught.value)
+    assert rows.ids.tolist() == before
+
+
+def test_all_rows_propose_what_none_do(target: Any, files: Any, hot: Any):
+    """Runs last with the engine that has hot rows, as it takes them off."""
+    prompts, _, vocab_size = target
+    remove_hot_head(runner_of(hot))
+    with pytest.raises(PluginError, match="no hot rows are in force"):
+        hot.collective_rpc(refresh_hot_head)
+    with proposals(hot) as none:
+        generate(hot, prompts)
+    window = {**WINDOW, "hot_vocabulary": {"size": vocab_size, "file": files["counted"][0]}}
+    with engine(window=window, **OPTIONS) as llm, proposals(llm) as seen:
         generate(llm, prompts)
-    assert seen == proposed
+    assert seen == none
+    assert not tokens_of(seen) <= set(files["counted"][1])
 
 
-def test_bad_settings_stop_the_engine(tmp_path: Any):
-    save(tmp_path / "hot.json", {5: 1})
-    text = (tmp_path / "hot.json").read_text()
-    (tmp_path / "other.json").write_text(text.replace('"sha256":"', '"sha256":"0'))
+def test_bad_settings_stop_the_engine(files: Any):
     for hot, match in (
         ({"size": 0, "file": "x"}, r"\"size\"\] is 0, but it must be a whole number of at least 1"),
         ({"size": 10}, r"\"file\"\] is None, but it must name a file"),
-        ({"size": 10**6, "file": str(tmp_path / "hot.json")}, "1000000"),
-        ({"size": 10, "file": str(tmp_path / "missing.json")}, "cannot read"),
-        ({"size": 10, "file": str(tmp_path / "other.json")}, "made with the tokenizer of"),
         ({"size": 10, "file": "x", "rows": 3}, "unknown key 'rows'"),
     ):
-        with pytest.raises(PluginError, match=match) as caught, engine(window={"hot_vocabulary": hot}, **OPTIONS):
-            pass
+        with pytest.raises(PluginError, match=match) as caught:
+            PluginConfig.read({"windowed_mtp": {"hot_vocabulary": hot}})
         assert "\n" not in str(caught.value)
+    hot = {"size": 10**6, "file": files["counted"][0]}
+    with (
+        pytest.raises(PluginError, match=r"^additional_config\[.*1000000[^\n]*$"),
+        engine(window={"hot_vocabulary": hot}, **OPTIONS),
+    ):
+        pass
