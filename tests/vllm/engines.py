@@ -25,7 +25,7 @@ def engine(
     model: str = "", window: dict[str, Any] | None = None, drafter: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[LLM]:
     """An engine on ``model`` (the bundled checkpoint) with a drafter (its own head; ``{}`` for none)."""
-    register()  # an engine without a window, earlier in this process, took the plugin's hook off
+    register()  # vLLM loads plugins in the first engine of a process only
     gc.freeze()  # what has been imported is not looked at again in the many collections of a start
     drafter = {"method": "mtp", "num_speculative_tokens": GAMMA} if drafter is None else drafter
     settings: dict[str, Any] = {
