@@ -21,7 +21,7 @@ from windowed_mtp import SinkWindow
 
 WINDOW = SinkWindow(4, 64)
 PROMPTS = {"alike": [246, 247, 248], "mixed": [247, 248, 9, 130]}
-BUDGET = 300
+BUDGET = 290
 """Tokens a step where prompts are in chunks."""
 TOKENS = 8
 OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 1024, "num_gpu_blocks_override": 96}
