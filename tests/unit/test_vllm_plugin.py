@@ -21,7 +21,7 @@ from windowed_mtp.engines.vllm.config import PluginConfig, PluginError
 from windowed_mtp.engines.vllm.imports import when_imported
 from windowed_mtp.engines.vllm.install import install, uninstall, why_not
 from windowed_mtp.engines.vllm.windowing import Windowing
-from windowed_mtp.paging import compact_block_table
+from windowed_mtp.paging import compact_block_table, dropped_blocks
 
 
 def test_no_settings_no_plugin():
@@ -133,10 +133,10 @@ def test_a_batch_is_windowed_as_the_block_tables_are(
         assert made.block_table_tensor[row, :used].equal(table[row, :used])
     assert int(lens.max()) <= made.max_seq_len <= common.max_seq_len
     assert (lens <= made.seq_lens_cpu_upper_bound).all()
+    policy = {"block_size": block_size, "window": window}
+    assert (made is common) == (not graphs and not dropped_blocks(common.max_seq_len, 1, **policy))
     if made is not common:
         assert made._num_computed_tokens_cache is None
-    elif not graphs:
-        assert not any(window.engages(s) for s, _ in rows)
 
 
 def test_nothing_is_done_below_the_threshold_outside_graphs():

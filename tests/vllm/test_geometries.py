@@ -3,6 +3,9 @@
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("vllm.version", reason="vllm is not installed; run make test-vllm")
+
 from vllm.engine.arg_utils import EngineArgs
 
 from windowed_mtp.cost.families import read_geometry
