@@ -30,6 +30,8 @@ class Drafter:
         Whether its engine can prefill in chunks and reuse a prefix.
     parallel : bool
         Whether it drafts all of its tokens in one pass.
+    backend : str or None
+        Attention backend, where vLLM's own choice would depend on the processor.
     """
 
     method: str
@@ -37,6 +39,7 @@ class Drafter:
     block: int = 32
     reuses: bool = True
     parallel: bool = False
+    backend: str | None = None
 
     def running(
         self,
@@ -57,11 +60,13 @@ class Drafter:
             "enable_prefix_caching": self.reuses,
             "max_model_len": 2048,
         }
+        if self.backend is not None:
+            engines["attention_config"] = {"backend": self.backend}
         return engine(target, window, drafter if gamma else {}, **{**engines, **options})
 
 
 EAGLE3 = Drafter("eagle3", llama_with_eagle3)
 FULL_MTP = Drafter("mtp", lambda: (glm4_moe(),))
-LATENT_MTP = Drafter("mtp", lambda: (deepseek_v3(),), block=16, reuses=False)
+LATENT_MTP = Drafter("mtp", lambda: (deepseek_v3(),), block=16, reuses=False, backend="CPU_MLA")
 DFLASH = Drafter("dflash", qwen3_with_dflash, parallel=True)
 DRAFT_MODEL = Drafter("draft_model", llama_with_draft_model)
