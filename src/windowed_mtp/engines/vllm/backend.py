@@ -40,7 +40,12 @@ def windowed_backend(base: type[Any], config: PluginConfig) -> type[Any]:
 
 def base_backend(backend: type[Any]) -> type[Any]:
     """Give the backend that a windowed one was derived from; another is given back."""
-    return backend.__bases__[0] if backend.__name__.startswith("Windowed") else backend
+    return backend.__bases__[0] if is_windowed(backend) else backend
+
+
+def is_windowed(backend: type[Any]) -> bool:
+    """Whether a backend is one that `windowed_backend` derived."""
+    return backend.__name__.startswith("Windowed")
 
 
 def windowed_builder(base: type[Any], config: PluginConfig) -> type[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from windowed_mtp.engines.vllm.backend import windowed_backend
+from windowed_mtp.engines.vllm.backend import is_windowed, windowed_backend
 from windowed_mtp.engines.vllm.config import PluginConfig, PluginError
 from windowed_mtp.engines.vllm.summary import Drafting, LayerGroup, describe
 from windowed_mtp.engines.vllm.symbols import missing, unknown_version
@@ -236,7 +236,7 @@ def window_draft_layers(runner: Any, config: PluginConfig) -> list[str]:
             left[name] = reason
             continue
         backend = layers[name].attn_backend
-        backends[name] = backend if _is_windowed(backend) else windowed_backend(backend, config)
+        backends[name] = backend if is_windowed(backend) else windowed_backend(backend, config)
     for name, backend in backends.items():
         layers[name].attn_backend = backend
     for name, reason in left.items():
@@ -244,10 +244,6 @@ def window_draft_layers(runner: Any, config: PluginConfig) -> list[str]:
     if names and not backends:
         _refuse(runner, config, "none of the draft's layers can be windowed: " + "; ".join(sorted(set(left.values()))))
     return list(backends)
-
-
-def _is_windowed(backend: type[Any]) -> bool:
-    return backend.__name__.startswith("Windowed")
 
 
 def say_what_is_in_force(runner: Any, config: PluginConfig, windowed: list[str]) -> None:
@@ -262,7 +258,7 @@ def say_what_is_in_force(runner: Any, config: PluginConfig, windowed: list[str])
     covered: set[str] = set()
     for group in _groups(runner):
         builders = [builder for builder in group.metadata_builders if hasattr(builder, "windowing")]
-        if _is_windowed(group.backend) and builders:
+        if is_windowed(group.backend) and builders:
             covered |= set(group.layer_names)
             found[group.backend.get_name(), builders[0].windowing.block_size] += len(group.layer_names)
     lost = sorted(set(windowed) - covered)

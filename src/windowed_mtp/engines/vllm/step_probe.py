@@ -244,10 +244,10 @@ def _skip_prompts(runner: Any) -> None:
 
 
 def _backends(runner: Any) -> dict[str, str]:
-    draft: Any
+    from windowed_mtp.engines.vllm.install import draft_layer_names
+
     names: dict[str, set[str]] = {"target_attention": set(), "draft_attention": set()}
-    drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
-    draft = getattr(drafter, "draft_attn_layer_names", None) or getattr(drafter, "_draft_attn_layer_names", set())
+    draft = draft_layer_names(runner) or set()
     for name, layer in runner.vllm_config.compilation_config.static_forward_context.items():
         if hasattr(layer, "attn_backend"):
             key = "draft_attention" if name in draft else "target_attention"
