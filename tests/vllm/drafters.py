@@ -62,6 +62,7 @@ class Drafter:
         }
         if self.backend is not None:
             engines["attention_config"] = {"backend": self.backend}
+            drafter["attention_backend"] = self.backend  # vLLM does not hand on the target's
         return engine(target, window, drafter if gamma else {}, **{**engines, **options})
 
 
