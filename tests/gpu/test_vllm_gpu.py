@@ -28,7 +28,9 @@ NEAR_TIE = 0.2
 
 
 @contextmanager
-def engine(window: dict[str, Any] | None, speculate: bool = True, **options: Any) -> Iterator[Any]:
+def engine(
+    window: dict[str, Any] | None, speculate: bool = True, sampling: str = "greedy", **options: Any
+) -> Iterator[Any]:
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -48,9 +50,10 @@ def engine(window: dict[str, Any] | None, speculate: bool = True, **options: Any
             "enable_jit_warmup": False,
         },
     }
+    drafter = {"method": "mtp", "num_speculative_tokens": GAMMA, "draft_sample_method": sampling}
     llm = LLM(
         model=str(checkpoint_path()),
-        speculative_config={"method": "mtp", "num_speculative_tokens": GAMMA} if speculate else None,
+        speculative_config=drafter if speculate else None,
         additional_config={} if window is None else {"windowed_mtp": window},
         **{**settings, **options},
     )
@@ -198,11 +201,12 @@ def test_hot_rows_inside_captured_graphs(prompts: list[list[int]], target: list[
     vocabulary = HotVocabulary.from_counts(counts, tokenizer=tokenizer)
     vocabulary.save(tmp_path / "hot.json")
     hot = {"size": 512, "file": str(tmp_path / "hot.json")}
-    with engine({"sink": 4, "window": 300, "hot_vocabulary": hot}) as llm:
-        runner = runner_of(llm)
-        allowed = set(vocabulary.ids(512, runner.vllm_config.model_config.get_vocab_size()))
-        with proposals(runner) as seen:
-            near(target, generate(llm, prompts))
-        proposed = {token for step in seen.tokens for row in step for token in row}
-        assert proposed <= allowed
-        assert len(proposed) > 20
+    for sampling in ("greedy", "probabilistic"):  # chosen among hot logits, and from full rows
+        with engine({"sink": 4, "window": 300, "hot_vocabulary": hot}, sampling=sampling) as llm:
+            runner = runner_of(llm)
+            allowed = set(vocabulary.ids(512, runner.vllm_config.model_config.get_vocab_size()))
+            with proposals(runner) as seen:
+                near(target, generate(llm, prompts))
+            proposed = {token for step in seen.tokens for row in step for token in row}
+            assert proposed <= allowed
+            assert len(proposed) > 20

@@ -96,6 +96,24 @@ def test_logits_are_the_heads_own_on_hot_rows_and_a_refresh_changes_which(hot: A
         rows.refresh([1, 2, 3])
 
 
+def test_choosing_among_hot_logits_proposes_what_full_rows_do(target: Any, files: Any, hot: Any):
+    prompts, _, _ = target
+    runner = runner_of(hot)
+    [logits] = runner.windowed_mtp_hot_logits
+    hot.collective_rpc(refresh_hot_head, args=(files["counted"][0],))
+    made: dict[bool, list[Any]] = {}
+    for among_hot in (True, False):
+        assert runner.drafter.use_local_argmax_reduction is True
+        runner.drafter.use_local_argmax_reduction = among_hot
+        with proposals(hot) as seen, pytest.MonkeyPatch.context() as patch:
+            if among_hot:
+                patch.setattr(logits.processor, "forward", None)  # nothing is put in full rows
+            generate(hot, prompts)
+        made[among_hot] = seen
+    runner.drafter.use_local_argmax_reduction = True
+    assert made[True] == made[False] and len(tokens_of(made[True])) > 15
+
+
 def test_a_file_that_is_of_no_use_changes_nothing(hot: Any, files: Any, tmp_path: Any):
     other = tmp_path / "other.json"
     with open(files["counted"][0]) as file:
@@ -114,6 +132,7 @@ def test_all_rows_propose_what_none_do(target: Any, files: Any, hot: Any):
     """Runs last with the engine that has hot rows, as it takes them off."""
     prompts, _, vocab_size = target
     remove_hot_head(runner_of(hot))
+    assert runner_of(hot).drafter.use_local_argmax_reduction is False
     with pytest.raises(PluginError, match="no hot rows are in force"):
         hot.collective_rpc(refresh_hot_head)
     with proposals(hot) as none:

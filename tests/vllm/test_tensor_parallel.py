@@ -40,18 +40,20 @@ def recorded(worker: Any) -> tuple[list[Any], list[int], int]:
     return proposed, rows.ids.tolist(), rows.weight.shape[0]
 
 
-def take_local_maxima(worker: Any) -> None:
-    """Let a rank look for the largest logits among its own rows, as with ``use_local_argmax_reduction``."""
-    worker.model_runner.drafter.use_local_argmax_reduction = True
+def make_full_rows(worker: Any) -> None:
+    """Let a rank gather all hot logits and put them in full rows, instead of choosing among its own first."""
+    drafter = worker.model_runner.drafter
+    assert drafter.use_local_argmax_reduction
+    drafter.use_local_argmax_reduction = False
 
 
 def run(window: dict[str, Any], files: list[str], **options: Any) -> Iterator[Any]:
-    """For each file in turn, and at last with local maxima: continuations, and what each rank has to say."""
+    """For each file in turn, and at last with full rows: continuations, and what each rank has to say."""
     prompts = random_prompts([20, 130, 161])
     with EAGLE3.running(window, **OPTIONS, **options) as llm:
         llm.collective_rpc(record)
         for file in [*files, None]:
-            llm.collective_rpc(*((take_local_maxima,) if file is None else (refresh_hot_head, None, (file,))))
+            llm.collective_rpc(*((make_full_rows,) if file is None else (refresh_hot_head, None, (file,))))
             outputs = [each.tokens for each in generate(llm, prompts, 24)]
             yield outputs, llm.collective_rpc(recorded)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from windowed_mtp.engines.vllm.config import HotVocabularyConfig, PluginConfig, PluginError
+from windowed_mtp.engines.vllm.hot_rows import HotLogits, HotRows, tensor_rank
 from windowed_mtp.errors import WindowedMTPError
 from windowed_mtp.vocab import HotVocabulary
 
@@ -18,120 +15,6 @@ METHODS = ("mtp", "eagle", "eagle3")
 """Drafters whose output head is the target's, or one like it."""
 
 _HELD = "windowed_mtp_hot_logits"
-
-
-class HotRows:
-    """The hot rows of an output head, in buffers with fixed addresses; a head itself to a ``LogitsProcessor``.
-
-    Under tensor parallelism each rank keeps an equal share of the hot rows, whatever shard they came from; the last
-    ranks fill up with zeros.
-
-    Parameters
-    ----------
-    head : VocabParallelEmbedding
-        The output head, sharded by vocabulary under tensor parallelism.
-    ids : sequence of int
-        Hot token ids, ascending; their number H is fixed from here on.
-
-    Attributes
-    ----------
-    ids : torch.Tensor
-        ``[H]`` int64, the hot ids.
-    weight : torch.Tensor
-        ``[ceil(H / ranks), hidden]``, this rank's hot rows.
-    shard_indices : namespace
-        Which places of the hot ids these rows have, in the words of a head's own.
-    """
-
-    def __init__(self, head: Any, ids: Sequence[int]) -> None:
-        self.head = head
-        self.tp_size = head.tp_size
-        self.rank = _tensor_rank() if self.tp_size > 1 else 0
-        share, device = -(-len(ids) // self.tp_size), head.weight.device
-        start = self.rank * share
-        self.ids = torch.empty(len(ids), dtype=torch.int64, device=device)
-        self.weight = torch.zeros(share, head.weight.shape[1], dtype=head.weight.dtype, device=device)
-        self.shard_indices = SimpleNamespace(
-            org_vocab_start_index=start, num_org_vocab_padding=min(share, max(0, start + share - len(ids)))
-        )
-        self.quant_method = _plain_method()
-        self.refresh(ids)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that this rank holds beside the head itself."""
-        return self.weight.nbytes + self.ids.nbytes
-
-    @torch.inference_mode()
-    def refresh(self, ids: Sequence[int]) -> None:
-        """Take other hot ids, or the same rows of weights that have changed; a captured graph follows.
-
-        Under tensor parallelism every rank has to call it.
-
-        Raises
-        ------
-        PluginError
-            If their number is another than before.
-        """
-        if len(ids) != self.ids.shape[0]:
-            raise PluginError(f"{len(ids)} hot ids cannot take the place of {self.ids.shape[0]}; pass as many.")
-        self.ids.copy_(torch.tensor(ids, dtype=torch.int64))
-        if self.tp_size == 1:
-            torch.index_select(self.head.weight, 0, self.ids, out=self.weight)
-            return
-        from vllm.distributed import tensor_model_parallel_all_reduce
-
-        shard = self.head.shard_indices
-        mine = (self.ids >= shard.org_vocab_start_index) & (self.ids < shard.org_vocab_end_index)
-        rows = self.head.weight.new_zeros(self.ids.shape[0], self.weight.shape[1])
-        rows[mine] = self.head.weight[self.ids[mine] - shard.org_vocab_start_index]
-        rows = tensor_model_parallel_all_reduce(rows)  # one rank has each row, the others zeros
-        share = rows[self.rank * self.weight.shape[0] :][: self.weight.shape[0]]
-        self.weight[: share.shape[0]] = share
-
-
-class HotLogits:
-    """Stands in for a draft model's ``LogitsProcessor``: logits over hot rows, in their places of a full row.
-
-    Elsewhere they are minus infinity, as vLLM's own are where a draft has a smaller vocabulary: its samplers take that
-    for a probability of zero.
-
-    Parameters
-    ----------
-    processor : LogitsProcessor
-        The draft model's own.
-    rows : mapping of torch.nn.Module to HotRows
-        The hot rows of each head that it may be called with.
-    """
-
-    def __init__(self, processor: Any, rows: Mapping[Any, HotRows]) -> None:
-        self.processor = processor
-        self.rows = rows
-        self.own = processor.forward, processor.get_top_tokens
-
-    def put_on(self) -> None:
-        """Take the processor's place."""
-        self.processor.forward, self.processor.get_top_tokens = self.forward, self.get_top_tokens
-
-    def take_off(self) -> None:
-        """Give the processor its place back."""
-        del self.processor.forward, self.processor.get_top_tokens
-
-    def forward(self, lm_head: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Logits ``[rows, vocabulary]``, minus infinity outside of the hot set; of another head, what vLLM makes."""
-        rows = self.rows.get(lm_head)
-        if rows is None or args or kwargs:
-            return self.own[0](lm_head, hidden_states, *args, **kwargs)
-        hot = self.own[0](rows, hidden_states)[..., : rows.ids.shape[0]]
-        full = hot.new_full((*hot.shape[:-1], self.processor.org_vocab_size), float("-inf"))
-        return full.index_copy_(-1, rows.ids, hot)
-
-    def get_top_tokens(self, lm_head: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Ids ``[rows]`` of the largest logits."""
-        rows = self.rows.get(lm_head)
-        if rows is None or args or kwargs:
-            return self.own[1](lm_head, hidden_states, *args, **kwargs)
-        return rows.ids[self.own[1](rows, hidden_states)]
 
 
 def install_hot_head(runner: Any, config: HotVocabularyConfig) -> list[HotLogits]:
@@ -155,13 +38,15 @@ def install_hot_head(runner: Any, config: HotVocabularyConfig) -> list[HotLogits
         If the file cannot be used for this model.
     """
     held: list[HotLogits] | None = getattr(runner, _HELD, None)
-    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    drafter = _drafter(runner)
     model = getattr(drafter, "model", None)
     if held is None and model is not None:  # else a rank without a drafter; the window says so if there should be one
         held = _make(runner, model, config)
         setattr(runner, _HELD, held)
         for each in held:
             each.put_on()
+        if held and _has_top_tokens(runner, drafter):
+            drafter.use_local_argmax_reduction = True
     return held or []
 
 
@@ -192,8 +77,12 @@ def _make(runner: Any, model: Any, config: HotVocabularyConfig) -> list[HotLogit
 
 def remove_hot_head(runner: Any) -> None:
     """Let a runner's drafter look at every row again."""
-    for each in getattr(runner, _HELD, ()):
+    held: list[HotLogits] = getattr(runner, _HELD, [])
+    for each in held:
         each.take_off()
+    if held:
+        configured = runner.vllm_config.speculative_config.use_local_argmax_reduction
+        _drafter(runner).use_local_argmax_reduction = configured
     if hasattr(runner, _HELD):
         delattr(runner, _HELD)
 
@@ -278,6 +167,23 @@ def why_not(runner: Any, model: Any, shared: Sequence[bool], heads: Sequence[Any
     return None
 
 
+def _has_top_tokens(runner: Any, drafter: Any) -> bool:
+    """Whether vLLM can take a greedy draft's token from `HotLogits.get_top_tokens`, which makes no full rows."""
+    from vllm.model_executor.models import interfaces
+
+    config = runner.vllm_config.speculative_config
+    return (
+        hasattr(interfaces, "LocalArgmaxMixin")  # not in older releases
+        and isinstance(drafter.model, interfaces.LocalArgmaxMixin)
+        and getattr(drafter, "acceptance_estimator", None) is None  # it wants the rows
+        and not (hasattr(config, "use_multi_module_mtp") and config.use_multi_module_mtp())
+    )
+
+
+def _drafter(runner: Any) -> Any:
+    return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+
+
 def _read(config: HotVocabularyConfig, model_config: Any, vocab_size: int) -> list[int]:
     from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -291,26 +197,9 @@ def _read(config: HotVocabularyConfig, model_config: Any, vocab_size: int) -> li
         raise PluginError(f'additional_config["windowed_mtp"]["hot_vocabulary"]: {error}') from None
 
 
-def _plain_method() -> Any:
-    """Make a method for rows as they are; vLLM's own may look for weights packed for the whole head."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-    class Plain(UnquantizedEmbeddingMethod):
-        def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            return torch.nn.functional.linear(x, layer.weight, bias)
-
-    return Plain()
-
-
-def _tensor_rank() -> int:
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    return int(get_tensor_model_parallel_rank())
-
-
 def _say(level: str, text: str) -> None:
     """Log a line, on the first tensor-parallel rank of the stage that has the drafter."""
     from vllm.logger import init_logger
 
-    if _tensor_rank() == 0:
+    if tensor_rank() == 0:
         getattr(init_logger("vllm.windowed_mtp"), level)("%s", text)
