@@ -112,7 +112,8 @@ class Engine:
 
     def arguments(self, arm: Arm) -> dict[str, Any]:
         """Arguments of ``vllm.LLM`` for an arm."""
-        room = (PARTS * STEPS + 4 * WARM_UP) * (self.gamma + 1) + 64
+        waiting = self.batch * -(-self.max_context // self.prompt_chunk)  # for the prompts of the others
+        room = (PARTS * STEPS + 4 * WARM_UP) * (self.gamma + 1) + waiting + 64
         made: dict[str, Any] = {
             "model": self.model,
             "max_model_len": self.max_context + room,

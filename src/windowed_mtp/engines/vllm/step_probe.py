@@ -219,7 +219,10 @@ def _between(marks: dict[str, Any], first: str, last: str) -> float:
 
 
 def _skip_prompts(runner: Any) -> None:
-    """Let long batches cost nothing: the target gives zeros for them, and the drafter proposes token 0."""
+    """Let long batches cost nothing: the target gives zeros for them, and the drafter proposes what they refuse.
+
+    So sequences that wait for the prompts of others grow by one token a step only.
+    """
     model, drafter = runner.model, getattr(runner, "speculator", None)
     forward = model.forward
     hidden, dtype = runner.model_config.get_hidden_size(), runner.model_config.dtype
@@ -238,7 +241,7 @@ def _skip_prompts(runner: Any) -> None:
     def short_propose(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         if input_batch.num_tokens <= SHORT:
             return propose(input_batch, *args, **kwargs)
-        return drafter.draft_tokens[: input_batch.num_reqs].zero_()
+        return drafter.draft_tokens[: input_batch.num_reqs].fill_(1)
 
     drafter.propose = short_propose
 
