@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from windowed_mtp.cli import options
+from windowed_mtp.cli import hot_options, options
 from windowed_mtp.cli.load import encode, load, read_prompt
 from windowed_mtp.cli.output import decode_table, errors
 from windowed_mtp.errors import WindowedMTPError
@@ -39,6 +39,10 @@ def generate(
     keep: options.KeepOption = None,
     prefill: options.PrefillOption = None,
     eagle3: options.Eagle3 = None,
+    hot_vocabulary: hot_options.HotVocabularyFile = None,
+    hot_size: hot_options.HotSize = None,
+    hot_prompt_tail: hot_options.HotPromptTail = None,
+    hot_online: hot_options.HotOnline = False,
     max_new_tokens: Annotated[
         int, typer.Option(metavar="N", min=1, rich_help_panel="Output", help="Most tokens to generate.")
     ] = 256,
@@ -63,7 +67,8 @@ def generate(
     The text goes to standard output as it is made, everything else to standard error. The draft head is the
     checkpoint's own (MTP) unless --eagle3 names another.
     """
-    draft = options.DraftOptions(sink, window, min_context, depth, native, keep, prefill, eagle3)
+    hot = hot_options.HotOptions(hot_vocabulary, hot_online, hot_size, hot_prompt_tail)
+    draft = options.DraftOptions(sink, window, min_context, depth, native, keep, prefill, eagle3, hot)
     sampling = options.SamplingOptions(sample, temperature, top_p, top_k, seed)
     if no_draft and draft.given():
         raise WindowedMTPError(f"--no-draft and {draft.given()[0]} contradict each other; leave one of them out.")
@@ -73,7 +78,7 @@ def generate(
 
     if json is not None:
         check_writable(json)
-    draft.check()
+    draft.check(model)
     target, tokenizer = load(model, device, dtype)
 
     import torch
@@ -84,7 +89,8 @@ def generate(
 
     ids = encode(tokenizer, text, target)
     check_length(target, ids.shape[1], max_new_tokens)
-    decoding = Decoding(target, None if no_draft else draft.build(target))
+    drafter = None if no_draft else draft.build(target, tokenizer)
+    decoding = Decoding(target, drafter)
     provenance = Provenance.collect(str(target.device), (seed or 0) if sample else None)
     torch.manual_seed(seed or 0)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -100,11 +106,12 @@ def generate(
     row = summarise(name, [decoding.stats], drafted=not no_draft)
     errors.print()
     counts = f"{row.prompt_tokens:,} prompt tokens, {row.new_tokens:,} new ones in {row.steps:,} steps"
-    in_force = "no draft" if no_draft else draft.describe(row.prompt_tokens + row.new_tokens - 1)
+    entries = row.prompt_tokens + row.new_tokens - 1
+    in_force = "no draft" if drafter is None else draft.describe(entries, drafter.hot_head)
     errors.say(f"{counts}; {in_force}")
     errors.show(decode_table([row]))
     if json is not None:
-        settings: dict[str, Setting] = {} if no_draft else draft.settings()
+        settings: dict[str, Setting] = {} if drafter is None else draft.settings(drafter.hot_head)
         settings |= {"model": model, "max_new_tokens": max_new_tokens, **sampling.generate_kwargs()}
         DecodeResult(provenance=provenance, settings=settings, rows=(row,)).save(json)
     return code

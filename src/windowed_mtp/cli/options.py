@@ -14,9 +14,11 @@ from windowed_mtp.errors import WindowedMTPError, WindowError
 from windowed_mtp.window import SinkWindow
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from windowed_mtp.cli.hot_options import HotOptions
     from windowed_mtp.engines.transformers import WindowedMTP
+    from windowed_mtp.engines.transformers.heads.hot import HotHead
     from windowed_mtp.results import Setting
 
 DEFAULT_DEPTH = 3
@@ -45,49 +47,50 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
-def _option(panel: str, name: str, metavar: str | None, help: str) -> Any:
+def option(panel: str, name: str, metavar: str | None, help: str) -> Any:
+    """Make an option whose help says itself what its default is, under a panel of the help."""
     return typer.Option(name, metavar=metavar, show_default=False, rich_help_panel=panel, help=help)
 
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", show_default=False, help="Folder of a checkpoint, or its name on the hub.")
 ]
-Sink = Annotated[int | None, _option("Draft", "--sink", "N", "Keys read at the start of the text (default 64).")]
+Sink = Annotated[int | None, option("Draft", "--sink", "N", "Keys read at the start of the text (default 64).")]
 Window = Annotated[
-    int | None, _option("Draft", "--window", "N", "Most recent keys read, the query's own included (default 4032).")
+    int | None, option("Draft", "--window", "N", "Most recent keys read, the query's own included (default 4032).")
 ]
 MinContext = Annotated[
-    int | None, _option("Draft", "--min-context", "N", "Read every key in contexts shorter than this (default 0).")
+    int | None, option("Draft", "--min-context", "N", "Read every key in contexts shorter than this (default 0).")
 ]
-Depth = Annotated[int | None, _option("Draft", "--depth", "N", f"Tokens drafted a step (default {DEFAULT_DEPTH}).")]
-Native = Annotated[bool, _option("Draft", "--native", None, "No window: the draft reads every key.")]
+Depth = Annotated[int | None, option("Draft", "--depth", "N", f"Tokens drafted a step (default {DEFAULT_DEPTH}).")]
+Native = Annotated[bool, option("Draft", "--native", None, "No window: the draft reads every key.")]
 KeepOption = Annotated[
     Keep | None,
-    _option("Draft", "--keep", None, "Hold all draft keys (default), or a ring of sink + window + depth slots."),
+    option("Draft", "--keep", None, "Hold all draft keys (default), or a ring of sink + window + depth slots."),
 ]
 PrefillOption = Annotated[
     Prefill | None,
-    _option("Draft", "--prefill", None, "Draft keys of the prompt: all (default), or with a ring those it will read."),
+    option("Draft", "--prefill", None, "Draft keys of the prompt: all (default), or with a ring those it will read."),
 ]
 Eagle3 = Annotated[
-    str | None, _option("Draft", "--eagle3", "NAME", "EAGLE-3 drafter, folder or hub name, in place of MTP.")
+    str | None, option("Draft", "--eagle3", "NAME", "EAGLE-3 drafter, folder or hub name, in place of MTP.")
 ]
 Device = Annotated[
-    str | None, _option("Model", "--device", "NAME", "Torch device (default: cuda if there is one, else cpu).")
+    str | None, option("Model", "--device", "NAME", "Torch device (default: cuda if there is one, else cpu).")
 ]
 DtypeOption = Annotated[
-    Dtype, _option("Model", "--dtype", None, "Number format; auto (default) takes the checkpoint's own.")
+    Dtype, option("Model", "--dtype", None, "Number format; auto (default) takes the checkpoint's own.")
 ]
-Json = Annotated[Path | None, _option("Output", "--json", "OUT", "Also write the numbers to this file.")]
+Json = Annotated[Path | None, option("Output", "--json", "OUT", "Also write the numbers to this file.")]
 Temperature = Annotated[
-    float | None, _option("Sampling", "--temperature", "T", "Above 0 (default: the checkpoint's, else 1).")
+    float | None, option("Sampling", "--temperature", "T", "Above 0 (default: the checkpoint's, else 1).")
 ]
 TopP = Annotated[
     float | None,
-    _option("Sampling", "--top-p", "P", "Draw from the likeliest tokens of this joint probability (default likewise)."),
+    option("Sampling", "--top-p", "P", "Draw from the likeliest tokens of this joint probability (default likewise)."),
 ]
 TopK = Annotated[
-    int | None, _option("Sampling", "--top-k", "K", "Draw from the K likeliest tokens, 0 from all (default likewise).")
+    int | None, option("Sampling", "--top-k", "K", "Draw from the K likeliest tokens, 0 from all (default likewise).")
 ]
 
 
@@ -99,6 +102,8 @@ class DraftOptions:
     ----------
     sink, window, min_context, depth, native, keep, prefill, eagle3
         As on the command line.
+    hot
+        The options of the hot vocabulary.
 
     Raises
     ------
@@ -114,13 +119,14 @@ class DraftOptions:
     keep: Keep | None = None
     prefill: Prefill | None = None
     eagle3: str | None = None
+    hot: HotOptions | None = None
 
     def __post_init__(self) -> None:
         if self.native:
             for name in ("sink", "window", "min_context"):
                 if getattr(self, name) is not None:
                     raise WindowError(
-                        f"--native reads every key, so {_flag(name)} has no meaning; leave one of them out."
+                        f"--native reads every key, so {flag(name)} has no meaning; leave one of them out."
                     )
             if self.keep == Keep.ring:
                 raise WindowError(
@@ -142,47 +148,57 @@ class DraftOptions:
 
     def given(self) -> list[str]:
         """Names of the options that were given."""
-        return [_flag(name) for name in vars(self) if (value := getattr(self, name)) is not None and value is not False]
+        own = {name: value for name, value in vars(self).items() if name != "hot"}
+        given = [flag(name) for name, value in own.items() if value is not None and value is not False]
+        return given + (self.hot.given() if self.hot else [])
 
-    def check(self) -> None:
-        """Check what the engine would refuse, before a model is loaded.
+    def check(self, model: str) -> None:
+        """Check what the engine would refuse, before the model of that name is loaded.
 
         Raises
         ------
         WindowError
             If the options contradict each other.
+        VocabularyError
+            If the hot vocabulary does not fit the model.
         """
+        if self.hot:
+            self.hot.check(model, self.eagle3)
+
         from windowed_mtp.engines.transformers.request import check_options
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the engine warns itself
             check_options(**self._engine())
 
-    def build(self, model: PreTrainedModel) -> WindowedMTP:
-        """Make the drafter of a model."""
+    def build(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> WindowedMTP:
+        """Make the drafter of a model; a hot vocabulary needs its tokenizer."""
         from windowed_mtp.engines.transformers import WindowedMTP
 
-        return WindowedMTP.from_model(model, eagle3=self.eagle3, measure=True, **self._engine())
+        hot = self.hot.hot_set(tokenizer, model.get_output_embeddings().weight.shape[0]) if self.hot else None
+        return WindowedMTP.from_model(model, eagle3=self.eagle3, hot_vocabulary=hot, measure=True, **self._engine())
 
-    def settings(self) -> dict[str, Setting]:
-        """Give the values in force, for a result file."""
+    def settings(self, hot_head: HotHead | None = None) -> dict[str, Setting]:
+        """Give the values in force, for a result file; ``hot_head`` is the drafter's."""
         engine = self._engine()
         window = engine.pop("window")
         parts = {name: getattr(window, name, None) for name in ("sink", "window", "min_context")}
-        return {**parts, **engine, "eagle3": self.eagle3}
+        hot = self.hot.settings(hot_head) if self.hot and hot_head else {}
+        return {**parts, **engine, "eagle3": self.eagle3, **hot}
 
-    def describe(self, entries: int) -> str:
-        """Say in one line what is in force, for a sequence of ``entries`` draft entries."""
-        depth = self._engine()["num_speculative_tokens"]
+    def describe(self, entries: int, hot_head: HotHead | None = None) -> str:
+        """Say in one line what is in force, for a sequence of ``entries`` draft entries; ``hot_head`` as above."""
+        text = f"draft: {self._engine()['num_speculative_tokens']} tokens a step, "
         window = self.sink_window
         if window is None:
-            return f"draft: {depth} tokens a step, no window (every key is read)"
-        text = f"draft: {depth} tokens a step, sink {window.sink}, window {window.window}"
-        text += f", keep {self.keep or Keep.all}, prefill {self.prefill or Prefill.full}"
-        if window.engages(entries):
-            return text
-        bound = max(window.span + 1, window.min_context)
-        return f"{text}; not engaged: it leaves keys out from {bound:,} on, and there were {entries:,}"
+            text += "no window (every key is read)"
+        else:
+            text += f"sink {window.sink}, window {window.window}"
+            text += f", keep {self.keep or Keep.all}, prefill {self.prefill or Prefill.full}"
+            if not window.engages(entries):
+                bound = max(window.span + 1, window.min_context)
+                text += f"; not engaged: it leaves keys out from {bound:,} on, and there were {entries:,}"
+        return f"{text}; {self.hot.describe(hot_head)}" if self.hot and hot_head else text
 
     def _engine(self) -> dict[str, Any]:
         return {
@@ -210,7 +226,7 @@ class SamplingOptions:
     seed: int | None
 
     def __post_init__(self) -> None:
-        given = [_flag(name) for name in ("temperature", "top_p", "top_k", "seed") if getattr(self, name) is not None]
+        given = [flag(name) for name in ("temperature", "top_p", "top_k", "seed") if getattr(self, name) is not None]
         if given and not self.sample:
             raise WindowedMTPError(f"{given[0]} has no effect on greedy decoding; add --sample, or leave it out.")
         if self.temperature == 0:
@@ -230,5 +246,6 @@ class SamplingOptions:
         return {"do_sample": self.sample, **{name: value for name, value in given.items() if value is not None}}
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """Name of a field as the option that it is."""
     return "--" + name.replace("_", "-")

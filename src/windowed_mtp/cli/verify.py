@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from windowed_mtp.cli import options
+from windowed_mtp.cli import hot_options, options
 from windowed_mtp.cli.load import encode, load, read_prompts
 from windowed_mtp.cli.output import number, output, progress
 from windowed_mtp.errors import WindowedMTPError
@@ -53,6 +53,10 @@ def verify_lossless(
     keep: options.KeepOption = None,
     prefill: options.PrefillOption = None,
     eagle3: options.Eagle3 = None,
+    hot_vocabulary: hot_options.HotVocabularyFile = None,
+    hot_size: hot_options.HotSize = None,
+    hot_prompt_tail: hot_options.HotPromptTail = None,
+    hot_online: hot_options.HotOnline = False,
     device: options.Device = None,
     dtype: options.DtypeOption = options.Dtype.auto,
     json: options.Json = None,
@@ -64,7 +68,8 @@ def verify_lossless(
     is called a near tie, with its margin. Sampled: tokens drawn with the draft are tested against the target's own
     distribution. Exit code 1 if anything is different.
     """
-    draft = options.DraftOptions(sink, window, min_context, depth, native, keep, prefill, eagle3)
+    hot = hot_options.HotOptions(hot_vocabulary, hot_online, hot_size, hot_prompt_tail)
+    draft = options.DraftOptions(sink, window, min_context, depth, native, keep, prefill, eagle3, hot)
     if temperature <= 0:
         raise WindowedMTPError(
             f"--temperature is {temperature:g}, but it must be above 0; pass --sampled-tokens 0 for greedy only."
@@ -75,7 +80,7 @@ def verify_lossless(
 
     if json is not None:
         check_writable(json)
-    draft.check()
+    draft.check(model)
     target, tokenizer = load(model, device, dtype)
 
     import torch
@@ -86,7 +91,7 @@ def verify_lossless(
     ids = [encode(tokenizer, text, target) for text in texts]
     for prompt in ids:
         check_length(target, prompt.shape[1], max_new_tokens)
-    drafter = draft.build(target)
+    drafter = draft.build(target, tokenizer)
     check = SampledCheck(drafter, ids, sampled_tokens, max_new_tokens, temperature, seed) if sampled_tokens else None
     provenance = Provenance.collect(str(target.device), seed)
     torch.manual_seed(seed)
@@ -111,14 +116,14 @@ def verify_lossless(
     result = LosslessResult(
         provenance=provenance,
         settings={
-            **draft.settings(), "model": model, "dtype": str(target.dtype).removeprefix("torch."),
+            **draft.settings(drafter.hot_head), "model": model, "dtype": str(target.dtype).removeprefix("torch."),
             "max_new_tokens": max_new_tokens, "sampled_tokens": sampled_tokens, "temperature": temperature,
         },
         rows=tuple(rows),
         sampled=sampled,
     )  # fmt: skip
     longest = max(prompt.shape[1] for prompt in ids) + max_new_tokens - 1
-    output.say(draft.describe(longest))
+    output.say(draft.describe(longest, drafter.hot_head))
     output.show(_greedy_table(rows))
     if any(row.threshold is not None for row in rows):
         output.say(

@@ -1,0 +1,178 @@
+"""The options of a draft's hot vocabulary, and what can be checked before a model is loaded."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from windowed_mtp.cli.options import flag, option
+from windowed_mtp.cli.output import busy, size
+from windowed_mtp.errors import VocabularyError
+
+if TYPE_CHECKING:
+    from windowed_mtp.engines.transformers.heads.hot import HotHead
+    from windowed_mtp.results import Setting
+    from windowed_mtp.vocab import HotSet, HotVocabulary, Ranking
+
+SHARE = 8
+"""The default size is the model's vocabulary divided by this."""
+
+PANEL = "Hot vocabulary"
+HotVocabularyFile = Annotated[
+    Path | None,
+    option(PANEL, "--hot-vocabulary", "FILE", "Let the draft propose likely tokens only, by a file of vocab count."),
+]
+HotSize = Annotated[
+    int | None,
+    option(PANEL, "--hot-size", "N", "How many tokens, special ones included (default: an eighth of the vocabulary)."),
+]
+HotPromptTail = Annotated[
+    int | None,
+    option(PANEL, "--hot-prompt-tail", "N", "Tokens at the prompt's end that are always among them (default 0)."),
+]
+HotOnline = Annotated[
+    bool,
+    option(PANEL, "--hot-online", None, "Rank tokens by the output as it grows, on top of FILE or without it."),
+]
+
+
+@dataclass(frozen=True)
+class HotOptions:
+    """The options of the hot vocabulary as given; true if any was.
+
+    Parameters
+    ----------
+    hot_vocabulary, hot_online, hot_size, hot_prompt_tail
+        As on the command line.
+
+    Raises
+    ------
+    VocabularyError
+        If they contradict each other or are out of range.
+    """
+
+    hot_vocabulary: Path | None = None
+    hot_online: bool = False
+    hot_size: int | None = None
+    hot_prompt_tail: int | None = None
+
+    def __post_init__(self) -> None:
+        if self and self.hot_vocabulary is None and not self.hot_online:
+            raise VocabularyError(
+                f"{self.given()[0]} does not say which tokens are hot; add --hot-vocabulary FILE or --hot-online."
+            )
+        for name, least in (("hot_size", 1), ("hot_prompt_tail", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise VocabularyError(f"{flag(name)} is {value}, but it must be at least {least}; pass a larger value.")
+
+    def __bool__(self) -> bool:
+        return bool(self.given())
+
+    def given(self) -> list[str]:
+        """Names of the options that were given."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return [flag(name) for name, value in values.items() if value is not None and value is not False]
+
+    @cached_property
+    def _file(self) -> HotVocabulary | None:
+        from windowed_mtp.vocab import HotVocabulary
+
+        return None if self.hot_vocabulary is None else HotVocabulary.load(self.hot_vocabulary)
+
+    def check(self, model: str, eagle3: str | None) -> None:
+        """Check the file, and the hot set against a model's config and tokenizer, before its weights are loaded.
+
+        Parameters
+        ----------
+        model : str
+            Folder or hub name; one that cannot be loaded is left for loading to complain of.
+        eagle3 : str or None
+            Folder or hub name of an EAGLE-3 drafter.
+
+        Raises
+        ------
+        VocabularyError
+            If the file cannot be read or is another tokenizer's, or the hot set does not fit the model or the drafter.
+        CheckpointError
+            If the drafter's config is not one.
+        """
+        _ = self._file
+        with busy(f"Loading the tokenizer of {model}"):
+            from transformers import AutoConfig, AutoTokenizer
+            from transformers.utils import logging as transformers_logging
+
+            transformers_logging.set_verbosity_error()
+            logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+            name = os.path.expanduser(model)
+            try:
+                vocab_size = AutoConfig.from_pretrained(name).get_text_config().vocab_size
+                tokenizer = AutoTokenizer.from_pretrained(name)
+            except (OSError, ValueError, ImportError, KeyError, AttributeError):
+                return
+        if eagle3 is not None:
+            from windowed_mtp.engines.transformers.heads.eagle3_config import Eagle3Config
+
+            own = Eagle3Config.load(eagle3).draft_vocab_size
+            if own < vocab_size:
+                raise VocabularyError(
+                    f"the EAGLE-3 drafter {eagle3!r} has a vocabulary of its own ({own} of the model's {vocab_size} "
+                    f"tokens), which {self.given()[0]} cannot cut further; leave the hot options out."
+                )
+        self.hot_set(tokenizer, vocab_size)
+
+    def hot_set(self, tokenizer: Any, vocab_size: int) -> HotSet:
+        """Make the hot set of a model.
+
+        Parameters
+        ----------
+        tokenizer : PreTrainedTokenizerBase
+            The model's tokenizer.
+        vocab_size : int
+            Rows V of its output head.
+
+        Raises
+        ------
+        VocabularyError
+            If the file cannot be read or is another tokenizer's, or the size does not fit.
+        """
+        from windowed_mtp.probes.hot_vocabulary import INTERVAL
+        from windowed_mtp.vocab import HotSet, OnlineCounts
+        from windowed_mtp.vocab.file import special_ids
+
+        ranking: Ranking | None = self._file
+        if self._file is not None:
+            self._file.check_tokenizer(tokenizer)
+        if ranking is None or self.hot_online:
+            ranking = OnlineCounts(self._file, special=special_ids(tokenizer), interval=INTERVAL)
+        hot = HotSet(ranking, self.hot_size or vocab_size // SHARE, self.hot_prompt_tail or 0)
+        hot.ids(vocab_size)
+        return hot
+
+    def settings(self, hot_head: HotHead) -> dict[str, Setting]:
+        """Give the values in force, for a result file."""
+        return {
+            "hot_vocabulary": None if self.hot_vocabulary is None else str(self.hot_vocabulary),
+            "hot_size": hot_head.hot.size,
+            "hot_prompt_tail": hot_head.hot.prompt_tail,
+            "hot_online": self.hot_online,
+            "hot_head_bytes": hot_head.num_bytes,
+        }
+
+    def describe(self, hot_head: HotHead) -> str:
+        """Say what is in force, as a part of a line."""
+        from windowed_mtp.probes.hot_vocabulary import INTERVAL
+
+        hot, output_head = hot_head.hot, hot_head.head.output_head()
+        order = [] if self.hot_vocabulary is None else [str(self.hot_vocabulary)]
+        if self.hot_online:
+            counted = hot.ranking.version * INTERVAL
+            order.insert(0, f"the output ({counted:,} tokens counted, anew every {INTERVAL})")
+        text = f"hot vocabulary: {hot.size:,} of {output_head.out_features:,} tokens, by {', then '.join(order)}"
+        if hot.prompt_tail:
+            text += f", and the prompt's last {hot.prompt_tail:,}"
+        return f"{text}; {size(hot_head.num_bytes)} copied" if hot_head.num_bytes else f"{text}; nothing left out"
