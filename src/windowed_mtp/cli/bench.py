@@ -88,6 +88,8 @@ def bench(
     short is resumed by the same command.
     """
     check_writable(output)
+    if profiles is not None:
+        profiles.mkdir(parents=True, exist_ok=True)
     if not Path(model).is_dir():
         raise WindowedMTPError(f"{model!r} is no folder; pass one with a geometry's config.json, or a checkpoint.")
     if kv_dtype not in ("bf16", "fp8"):
