@@ -193,7 +193,7 @@ class Report:
 
     def effect(self, places: dict[Place, list[Cell]], name: str, value: object) -> str:
         """Steps of cells that differ in one setting; values of it that were measured in fewer rounds follow."""
-        rows = []
+        rows: dict[tuple[str, ...], list[str]] = {}
         for at, found in places.items():
             there = [cell for cell in self.cells if not cell.point.gamma and _place_of(cell.point, at)]
             for cell in sorted([*there, *found], key=lambda cell: (len(cell.rows) < self.least_rows, *_order(cell))):
@@ -202,12 +202,14 @@ class Report:
                 base = next((other for other in [*there, *found] if _without(cell.point, name) == _bare(other)), None)
                 if base is None or (cell.point.settings[name] != value and len(cell.rows) >= self.least_rows):
                     continue
-                rows.append([
-                    *where(at), described(base), setting(name, cell.point.settings[name]), with_draft(base),
-                    with_draft(cell), _pair(base.verify_ms, cell.verify_ms), ratio_of(base, cell),
-                ])  # fmt: skip
+                line = [
+                    *where(at if cell.point.gamma else at._replace(gamma=0)), described(base),
+                    setting(name, cell.point.settings[name]), with_draft(base), with_draft(cell),
+                    _pair(base.verify_ms, cell.verify_ms), ratio_of(base, cell),
+                ]  # fmt: skip
+                rows[tuple(line)] = rows.pop(tuple(line), line)  # a plain step is every γ's: where it is seen last
         heads = [*WHERE, "arm", "with", "without it (draft)", "with it (draft)", "verify", "without/with"]
-        return table(heads, rows) if rows else ""
+        return table(heads, list(rows.values())) if rows else ""
 
     def shares(self, places: dict[Place, list[Cell]]) -> str:
         """The draft's share at each context, and how far apart its largest and least values are."""

@@ -144,8 +144,9 @@ def test_the_page(report: ModuleType, record: StepRecord, tmp_path: Path, capsys
         "| windowed 64 + 4,032, splits 16, hot rows 32,768 | – | 1.760 (1.760–1.760, 3) |",
         "| windowed 64 + 4,032, splits 16, hot rows 32,768 | – | 1.56 |",
         "| windowed 64 + 4,032 | 2.50 | 1.60 |",
-        "| 1,040,000 | native | splits 16 | 22.00 (6.40) | 18.00 (6.00) | – | 1.222 (1.222–1.222, 3) |",
-        "| 1,040,000 | windowed 64 + 4,032 | splits 48 | 17.60 (2.40) | 11.00 (1.20) | – | 1.818 (1.818–1.818, 1) |",
+        "| 1,040,000 | 6 | native | splits 16 | 22.00 (6.40) | 18.00 (6.00) | – | 1.222 (1.222–1.222, 3) |",
+        "| 1,040,000 | 6 | windowed 64 + 4,032 | splits 48 | 17.60 (2.40) | 11.00 (1.20) | – "
+        "| 1.818 (1.818–1.818, 1) |",
         "| 1,040,000 | windowed 64 + 4,032, splits 16 | hot rows 32,768 | 16.00 (2.40) | 12.50 (1.20) | – "
         "| 1.280 (1.280–1.280, 3) |",
         "| windowed 64 + 4,032 | 2.300 | 2.400 | 4.3 % |",
@@ -157,6 +158,7 @@ def test_the_page(report: ModuleType, record: StepRecord, tmp_path: Path, capsys
     assert floored[-1] == "| 1,040,000 | 6 | windowed 64 + 4,032 | – | 8.67 | – | 2.40 | 1.64 | 1.47 x |"
     plain_steps = [line for line in text.splitlines() if "| 0 | no speculation" in line]
     assert [line.split(" | ")[2:4] for line in plain_steps] == [
+        ["no speculation", "splits 16"],
         ["no speculation", "4.00"], ["no speculation", "11.00"], ["no speculation, splits 16", "8.00"],
     ]  # fmt: skip
     assert "random" in text and "/somewhere" not in text
