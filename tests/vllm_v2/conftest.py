@@ -13,7 +13,7 @@ here = Path(__file__).parent
 sys.path[:0] = [str(here), str(here.parent / "vllm")]
 
 found = find_spec("vllm")
-if found is not None and found.origin is not None and "VLLM_USE_V2_MODEL_RUNNER" not in os.environ:
+if found is not None and found.origin is not None and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0":
     import interpreter
 
     interpreter.prepare()

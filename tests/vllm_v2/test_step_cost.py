@@ -19,9 +19,8 @@ OPTIONS = {"enforce_eager": True, "num_gpu_blocks_override": 40}
 
 
 def test_arms_alternate_in_one_engine_and_a_record_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(step_cost, "PARTS", 2)
-    monkeypatch.setattr(step_cost, "STEPS", 3)
-    monkeypatch.setattr(step_cost, "WARM_UP", 1)
+    for name, few in (("PARTS", 2), ("STEPS", 2), ("WARM_UP", 1), ("PROFILED", 1)):
+        monkeypatch.setattr(step_cost, name, few)
     identity = TokenizerIdentity(name="random weights", size=2048, sha256="0" * 64)
     HotVocabulary(tokenizer=identity, special=(), ranked=(), counts=()).save(tmp_path / "hot.json")
     hot = {"sink": 4, "window": 300, "hot_vocabulary": {"size": 128, "file": str(tmp_path / "hot.json")}}
@@ -60,7 +59,7 @@ def test_arms_alternate_in_one_engine_and_a_record_is_resumed(tmp_path: Path, mo
     assert order == [(r, arm.name, context) for r in (0, 1) for arm in arms for context in CONTEXTS]
     assert record.runs[0].software["runner"] == "vllm.v1.worker.cpu.model_runner"
     for row, facts in zip(record.rows, seen, strict=True):
-        assert row.point.batch == 2 and row.steps == 6 and len(row.step_ms_parts) == 2
+        assert row.point.batch == 2 and row.steps == 4 and len(row.step_ms_parts) == 2
         assert row.draft_ms is not None and row.verify_ms is not None
         assert 0 < row.draft_ms < row.step_ms * 3 and row.acceptance_length is None
         assert facts["hot"] == (row.point.arm == "hot")
