@@ -27,7 +27,7 @@ registry._run_in_subprocess = lambda look: look()
 
 @contextmanager
 def imports_left_out() -> Iterator[None]:
-    """Keep what has been imported out of the collections: vLLM would thaw it for each of the many at an engine's end."""
+    """Keep what is imported out of the collections: vLLM would thaw it for each of the many at an engine's end."""
     gc.freeze()
     try:
         with patch("gc.freeze"), patch("gc.unfreeze"):
