@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -195,6 +196,19 @@ def test_online_counts_follow_what_is_emitted():
     assert made.hot_head._ids.tolist() == counts.ids(5, tiny.VOCAB) != [0, 1, 2, 3, 4]
     weight = tiny.model(FAMILY).get_output_embeddings().weight
     assert torch.equal(made.hot_head._rows, weight[made.hot_head._ids])
+
+
+def test_ranking_anew_counts_as_the_drafts_time(monkeypatch: pytest.MonkeyPatch):
+    follow = HotHead.follow
+
+    def slow(head: HotHead, emitted: Sequence[int]) -> None:
+        time.sleep(0.05)
+        follow(head, emitted)
+
+    monkeypatch.setattr(HotHead, "follow", slow)
+    _, steps, made = decode(prompt(40), hot_vocabulary=HotSet(OnlineCounts(interval=4), size=5))
+    assert min(step.draft_seconds for step in steps) > 0.05
+    assert made.stats.draft_seconds > 0.05 * len(steps)
 
 
 def test_the_bytes_of_the_copy_are_reported():

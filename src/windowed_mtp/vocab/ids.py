@@ -166,9 +166,10 @@ def check_ids(ids: Iterable[int], vocab_size: int) -> None:
     VocabularyError
         Naming the first id that is below 0, or not below ``vocab_size``.
     """
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise VocabularyError(
-                f"the hot vocabulary has token {token}, but the model's {vocab_size} tokens are 0 to {vocab_size - 1}; "
-                "make it with the model's own tokenizer."
-            )
+    ids = list(ids)
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        token = next(token for token in ids if not 0 <= token < vocab_size)
+        raise VocabularyError(
+            f"the hot vocabulary has token {token}, but the model's {vocab_size} tokens are 0 to {vocab_size - 1}; "
+            "make it with the model's own tokenizer."
+        )

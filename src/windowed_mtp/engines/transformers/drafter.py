@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, SupportsIndex
 
@@ -216,6 +216,7 @@ class _Decoding:
         )
         self.shadows = {name: drafter.draft_state(window) for name, window in drafter.shadows.items()}
         self.hot_head = drafter.hot_head
+        self.emitted: tuple[int, ...] = ()
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
         self.stats = drafter.stats = DecodeStats(prompt_tokens=ids.shape[1])
@@ -235,9 +236,10 @@ class _Decoding:
 
         scores = self._scores(self.ids, logits[:, 0])
         done = self._emit([self._pick(scores)], [scores], [logits[:, 0]])
-        self._follow(self.ids[0, -1:].tolist())
+        self.emitted = tuple(self.ids[0, -1:].tolist())
         while not done:
             done = self._step()
+        self._follow()
         self.stats.new_tokens = self.ids.shape[1] - self.stats.prompt_tokens
         self.stats.draft_kv_bytes = self.draft.num_bytes
         self.stats.hot_head_bytes = 0 if self.hot_head is None else self.hot_head.num_bytes
@@ -256,6 +258,7 @@ class _Decoding:
         context = self._context()
         depth = self._depth(context)
         keys_before, begin = self.draft.keys_read, self._clock()
+        self._follow()
         drafted, distributions = self._propose(context, depth)
         drafted_at = self._clock()
 
@@ -282,7 +285,7 @@ class _Decoding:
         self.stats.add(event)
         if self.drafter.on_step is not None:
             self.drafter.on_step(replace(event, shadow=self._shadow(context, depth)))
-        self._follow(event.emitted)
+        self.emitted = event.emitted
         return done
 
     def _context(self) -> StepContext:
@@ -378,9 +381,10 @@ class _Decoding:
         for shadow in self.shadows.values():
             shadow.observe(features)
 
-    def _follow(self, emitted: Sequence[int]) -> None:
+    def _follow(self) -> None:
+        """Let a hot vocabulary follow the last step's tokens: a part of the draft's work, and of its time."""
         if self.hot_head is not None:
-            self.hot_head.follow(emitted)
+            self.hot_head.follow(self.emitted)
 
     def _shadow(self, context: StepContext, depth: int) -> dict[str, tuple[int, ...]]:
         greedy = lambda logits, ids: logits.argmax(-1, keepdim=True)  # noqa: E731
