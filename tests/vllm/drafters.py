@@ -9,7 +9,7 @@ from typing import Any
 
 from engines import GAMMA, engine
 from models import llama_with_eagle3
-from models_draft import llama_with_draft_model, qwen3_with_dflash
+from models_draft import llama_with_draft_model, llama_with_eagle, qwen3_with_dflash
 from models_mtp import deepseek_v3, glm4_moe
 from vllm import LLM
 
@@ -66,6 +66,7 @@ class Drafter:
         return engine(target, window, drafter if gamma else {}, **{**engines, **options})
 
 
+EAGLE = Drafter("eagle", llama_with_eagle)
 EAGLE3 = Drafter("eagle3", llama_with_eagle3)
 FULL_MTP = Drafter("mtp", lambda: (glm4_moe(),))
 LATENT_MTP = Drafter("mtp", lambda: (deepseek_v3(),), block=16, reuses=False, backend="CPU_MLA")

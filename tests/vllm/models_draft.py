@@ -1,8 +1,9 @@
-"""Tiny drafters that are models of their own: one that drafts in parallel (DFlash), and an independent draft model.
+"""Tiny drafters in checkpoints of their own: EAGLE, one that drafts in parallel (DFlash), and an independent model.
 
 The targets' next token is a permutation of the last one, plus a little of everything before. A DFlash drafter's queries
 are the last token and masks; it is given attention that finds the last token from the first mask, and not from the
-others. The independent draft model is given the permutation itself. Attention to what came before misleads both.
+others. The independent draft model is given the permutation itself, and EAGLE's drafter the last token's embedding,
+for the target's output head. Attention to what came before misleads all of them.
 """
 
 from __future__ import annotations
@@ -99,3 +100,17 @@ def llama_with_draft_model() -> tuple[str, str]:
         drafter |= layer(f"model.layers.{index}.", generator, HIDDEN, strength=3.0)
     folder = Path(tempfile.mkdtemp(prefix="tiny-draft-model-"))
     return target, save(folder / "drafter", drafter, architectures=["LlamaForCausalLM"], num_hidden_layers=DRAFT_LAYERS)
+
+
+@functools.cache
+def llama_with_eagle() -> tuple[str, str]:
+    """Folders of EAGLE-3's target and of an EAGLE drafter for it, made once a process."""
+    target, generator = llama_with_eagle3()[0], torch.Generator().manual_seed(2)
+    drafter = {
+        "embed_tokens.weight": load_file(Path(target) / "model.safetensors")["model.embed_tokens.weight"],
+        "fc.weight": torch.cat([torch.eye(HIDDEN), 0.1 * torch.eye(HIDDEN)], dim=1),
+        **layer("layers.0.", generator, HIDDEN, strength=5.0),
+    }
+    del drafter["layers.0.input_layernorm.weight"]
+    folder = Path(tempfile.mkdtemp(prefix="tiny-eagle-"))
+    return target, save(folder / "drafter", drafter, architectures=["LlamaForCausalLM"], num_hidden_layers=1)
