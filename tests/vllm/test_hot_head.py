@@ -1,6 +1,7 @@
 """Hot rows of the draft's output head in an engine: the output stays, proposals are hot, all rows change nothing."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from engines import engine, generate, runner_of, same_up_to_near_ties, text_prompts
 from hot_sets import proposals, tokens_of
 from transformers import AutoTokenizer
+from vllm.model_executor.models.interfaces import LocalArgmaxMixin
 
 from windowed_mtp.engines.vllm.config import PluginConfig, PluginError
-from windowed_mtp.engines.vllm.hot_head import refresh_hot_head, remove_hot_head
+from windowed_mtp.engines.vllm.hot_head import _has_top_tokens, refresh_hot_head, remove_hot_head
 from windowed_mtp.reference import checkpoint_path
 from windowed_mtp.vocab import HotVocabulary
 
@@ -142,6 +144,23 @@ def test_all_rows_propose_what_none_do(target: Any, files: Any, hot: Any):
         generate(llm, prompts)
     assert seen == none
     assert not tokens_of(seen) <= set(files["counted"][1])
+
+
+@pytest.mark.parametrize(
+    ("parents", "estimator", "modules", "expected"),
+    [
+        ((LocalArgmaxMixin,), None, False, True),
+        ((), None, False, False),
+        ((LocalArgmaxMixin,), object(), False, False),
+        ((LocalArgmaxMixin,), None, True, False),
+    ],
+)
+def test_when_a_draft_chooses_among_hot_logits(parents: Any, estimator: Any, modules: bool, expected: bool):
+    """Not with a class that has no way for it, an estimator that wants rows, or modules that are told their number."""
+    drafter = SimpleNamespace(model=type("Model", parents, {})(), acceptance_estimator=estimator)
+    speculative = SimpleNamespace(use_multi_module_mtp=lambda: modules)
+    runner = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=speculative))
+    assert _has_top_tokens(runner, drafter) is expected
 
 
 def test_bad_settings_stop_the_engine(files: Any):

@@ -88,6 +88,7 @@ def test_the_output_stays_whatever_is_hot(drafter: Drafter, vocab: int, tmp_path
         [logits] = runner.windowed_mtp_hot_logits
         [head] = logits.rows
         assert head is runner.model.lm_head and len(set(logits.rows.values())) == 1
+        assert runner.drafter.use_local_argmax_reduction is (drafter is SHARED)  # the others' classes cannot
         proposed = {}
         for name, file in files.items():
             llm.collective_rpc(refresh_hot_head, args=(file,))
