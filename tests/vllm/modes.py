@@ -38,9 +38,9 @@ class Mode:
     gamma : int
         Number of draft tokens.
     lengths : str
-        A key of `PROMPTS`; ``"mixed"`` has a row that no window reaches.
+        ``"alike"`` or ``"mixed"``, which has a row that no window reaches.
     chunks, prefixes, scarce : bool
-        Whether prompts are prefilled in chunks, whether halves of them are cached before, and whether there
+        Whether prompts are prefilled in chunks, whether beginnings of them are cached before, and whether there
         are so few blocks that sequences are preempted.
     dtype : str
         Of weights and cache. Many CPUs emulate products in bfloat16, slowly.
@@ -60,17 +60,19 @@ class Mode:
         return "+".join([f"window {window}", f"gamma {self.gamma}", self.lengths, *flags, self.dtype])
 
 
-def modes(drafter: Drafter) -> list[Any]:
+def modes(
+    drafter: Drafter, gammas: tuple[int, ...] = (GAMMA, 1), dtypes: tuple[str, ...] = ("float32", "bfloat16")
+) -> list[Any]:
     """Every mode of a drafter as a test's parameter; those beyond the pairwise ones are marked ``full``."""
     either = (False, True)
     factors: dict[str, tuple[Any, ...]] = {
         "window": (WINDOW, SinkWindow(0, 1), SinkWindow(40, 33, 200)),
-        "gamma": (GAMMA, 1),
-        "lengths": tuple(PROMPTS),
+        "gamma": gammas,
+        "lengths": ("alike", "mixed"),
         "chunks": either if drafter.reuses else (False,),
         "prefixes": either if drafter.reuses else (False,),
         "scarce": either,
-        "dtype": ("float32", "bfloat16"),
+        "dtype": dtypes,
     }
     rows = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
     few = pairwise(rows)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from itertools import product
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import pytest
 from draft_passes import OFF
 from drafters import Drafter
 from engines import GAMMA, counters, generate
 from models import random_prompts
-from modes import pairwise
+from modes import WINDOW, Mode
+from modes import modes as modes_of
 from v2_passes import Seen, as_windowed, block_size, draft_layers, dropped, untouched, watch, window_as
 from vllm import LLM
 
-from windowed_mtp import SinkWindow
-
-WINDOW = SinkWindow(4, 64)
 PROMPTS = {"alike": [246, 247, 248], "mixed": [247, 248, 9, 130]}
 BUDGET = 290
 """Tokens a step where prompts are in chunks."""
@@ -27,33 +24,8 @@ TOKENS = 8
 OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 1024, "num_gpu_blocks_override": 96}
 WARM = 100
 """Tokens of each prompt that are run beforehand, for a prefix to be found."""
-
-
-@dataclass(frozen=True)
-class Mode:
-    """One way to run a batch.
-
-    Attributes
-    ----------
-    window : SinkWindow
-        What the draft reads.
-    lengths : str
-        A key of `PROMPTS`; ``"mixed"`` has a row that no window reaches.
-    chunks, prefixes, scarce : bool
-        Whether prompts are prefilled in chunks, whether their beginnings are cached before, and whether blocks are so
-        few that a sequence is preempted.
-    """
-
-    window: SinkWindow
-    lengths: str
-    chunks: bool
-    prefixes: bool
-    scarce: bool
-
-    def __str__(self) -> str:
-        window = "-".join(str(value) for value in asdict(self.window).values())
-        flags = [name for name in ("chunks", "prefixes", "scarce") if getattr(self, name)]
-        return "+".join([f"window {window}", self.lengths, *flags])
+modes = partial(modes_of, gammas=(GAMMA,), dtypes=("bfloat16",))
+"""Gives every mode of a drafter that one engine can run."""
 
 
 @dataclass(frozen=True)
@@ -64,23 +36,6 @@ class Reference:
     target: list[list[list[int]]]
     unwindowed: list[list[list[int]]]
     cached: list[list[int]]
-
-
-def modes(drafter: Drafter) -> list[Any]:
-    """Every mode of a drafter as a test's parameter; those beyond the pairwise ones are marked ``full``."""
-    either = (False, True)
-    factors: dict[str, tuple[Any, ...]] = {
-        "window": (WINDOW, SinkWindow(0, 1), SinkWindow(40, 33, 200)),
-        "lengths": tuple(PROMPTS),
-        "chunks": either if drafter.reuses else (False,),
-        "prefixes": either if drafter.reuses else (False,),
-        "scarce": either,
-    }
-    rows = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
-    few = pairwise(rows)
-    return [
-        pytest.param(Mode(**row), marks=() if row in few else pytest.mark.full, id=str(Mode(**row))) for row in rows
-    ]
 
 
 def prompts_of(lengths: str) -> list[list[int]]:
