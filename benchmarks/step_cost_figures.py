@@ -31,8 +31,8 @@ COLOURS = {"no speculation": "#777777", "native": "#c44e52", "windowed": "#1f6fb
 PARTS = {"verify": "#8fb3d1", "draft": "#e0a458", "rest": "#cccccc"}
 
 
-def draw_figures(found: Sequence[Cell], floors: Floors, folder: Path) -> list[tuple[str, str]]:
-    """Draw each geometry's figures for the main grid.
+def draw_figures(found: Sequence[Cell], floors: Floors, folder: Path, suffix: str = "") -> list[tuple[str, str]]:
+    """Draw each geometry's figures for the main grid; ``suffix`` follows its name in the file names.
 
     Returns
     -------
@@ -49,17 +49,17 @@ def draw_figures(found: Sequence[Cell], floors: Floors, folder: Path) -> list[tu
             for arm, cell in zip(COLOURS, arms, strict=True):
                 lines[arm] += [cell] if cell else []
         if len(here) > 1:
-            drawn.append(_by_context(floors, name, lines, folder))
+            drawn.append(_by_context(floors, name, lines, folder / f"{name}{suffix}"))
         longest = here[max(here)]
         if len(longest) > 1:
-            drawn.append(_by_arm(floors, name, plain(found, longest[0].point), longest, folder))
+            drawn.append(_by_arm(floors, name, plain(found, longest[0].point), longest, folder / f"{name}{suffix}"))
         swept = {context: sweep(there) for context, there in here.items() if sweep(there)}
         if swept:
-            drawn.append(_by_window(name, swept, folder))
+            drawn.append(_by_window(name, swept, folder / f"{name}{suffix}"))
     return drawn
 
 
-def _by_context(floors: Floors, name: str, lines: dict[str, list[Cell]], folder: Path) -> tuple[str, str]:
+def _by_context(floors: Floors, name: str, lines: dict[str, list[Cell]], stem: Path) -> tuple[str, str]:
     figure, (steps, drafts) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
     for arm, found in lines.items():
         style: dict[str, Any] = {"color": COLOURS[arm], "marker": "o", "markersize": 3}
@@ -76,10 +76,10 @@ def _by_context(floors: Floors, name: str, lines: dict[str, list[Cell]], folder:
         axes.set(xlabel="tokens in the cache, thousands", ylabel="milliseconds", title=what)
         axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1000:,.0f}")
         _finish(axes)
-    return _save(figure, folder, f"{name}-contexts.svg", f"{name}: step and draft by context")
+    return _save(figure, stem, "contexts", f"{name}: step and draft by context")
 
 
-def _by_arm(floors: Floors, name: str, base: Cell | None, found: Sequence[Cell], folder: Path) -> tuple[str, str]:
+def _by_arm(floors: Floors, name: str, base: Cell | None, found: Sequence[Cell], stem: Path) -> tuple[str, str]:
     """Bars of one context: verify, draft and the rest of a step of every arm measured in the most rounds."""
     most = max(len(cell.rows) for cell in found)
     bars = [cell for cell in found if len(cell.rows) >= min(3, most)]
@@ -104,10 +104,10 @@ def _by_arm(floors: Floors, name: str, base: Cell | None, found: Sequence[Cell],
     axes.set(xlabel="milliseconds", title=f"a step at {found[0].point.context:,} tokens")
     axes.set_xlim(0, 1.08 * axes.get_xlim()[1])
     axes.legend(frameon=False, loc="lower right")
-    return _save(figure, folder, f"{name}-arms.svg", f"{name}: parts of a step by arm")
+    return _save(figure, stem, "arms", f"{name}: parts of a step by arm")
 
 
-def _by_window(name: str, swept: dict[int, list[Cell]], folder: Path) -> tuple[str, str]:
+def _by_window(name: str, swept: dict[int, list[Cell]], stem: Path) -> tuple[str, str]:
     figure, axes = plt.subplots(figsize=(4.5, 3.2), layout="constrained")
     for style, (context, found) in zip(cycle(("o-", "s--", "^:")), swept.items(), strict=False):
         timed = [(cell.point.window, cell.draft_ms) for cell in found if cell.draft_ms is not None]
@@ -117,7 +117,7 @@ def _by_window(name: str, swept: dict[int, list[Cell]], folder: Path) -> tuple[s
     axes.set_xticks(windows, [f"{window:,}" for window in windows], rotation=45)
     axes.minorticks_off()
     _finish(axes)
-    return _save(figure, folder, f"{name}-windows.svg", f"{name}: draft by window")
+    return _save(figure, stem, "windows", f"{name}: draft by window")
 
 
 def _finish(axes: Any) -> None:
@@ -125,7 +125,8 @@ def _finish(axes: Any) -> None:
     axes.legend(frameon=False)
 
 
-def _save(figure: Any, folder: Path, file: str, title: str) -> tuple[str, str]:
-    figure.savefig(folder / file, metadata={"Date": None})
+def _save(figure: Any, stem: Path, kind: str, title: str) -> tuple[str, str]:
+    path = stem.with_name(f"{stem.name}-{kind}.svg")
+    figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
-    return title, file
+    return title, path.name

@@ -64,9 +64,20 @@ class Report:
         What was measured.
     geometries : Path
         Folder of the geometries that the record names, for the floors.
+    figures : Path, optional
+        Folder to draw figures in; none without it.
+    suffix : str
+        Follows the geometry's name in the figures' file names.
+
+    Attributes
+    ----------
+    machines : list of Report
+        The same for each machine of the record: what two machines took is not put together.
+    figures : list of (str, str)
+        Title and file name of each figure of one machine.
     """
 
-    def __init__(self, record: StepRecord, geometries: Path) -> None:
+    def __init__(self, record: StepRecord, geometries: Path, figures: Path | None = None, suffix: str = "") -> None:
         self.record, self.cells = record, cells(record)
         self.places = speculating(self.cells)
         self.folders = sorted(path.name for path in geometries.iterdir() if path.is_dir())
@@ -75,22 +86,43 @@ class Report:
         self.floors = Floors(median_rates(record), known)
         most = max(len(cell.rows) for cell in self.cells)
         self.least_rows = min(ROUNDS, most)
+        self.figures: list[tuple[str, str]] = []
+        parts = by_machine(record)
+        if len(parts) > 1:
+            suffixes = ["", *(f"-{number}" for number in range(2, len(parts) + 1))]
+            self.machines = [Report(part, geometries, figures, end) for part, end in zip(parts, suffixes, strict=True)]
+            return
+        self.machines = [self]
+        if figures is not None:
+            self.figures = draw(self.cells, self.floors, figures, suffix)
 
-    def text(
-        self, command: str, notes: str, figures: Sequence[tuple[str, str]], profiles: Sequence[StepProfile]
-    ) -> str:
+    def text(self, command: str, notes: str, profiles: Sequence[StepProfile]) -> str:
         """The whole document."""
         blocks = ["# Results: the cost of a decode step", self.preface()]
+        for report in self.machines:
+            blocks += report.tables(f", {report.record.runs[0].machine}" if len(self.machines) > 1 else "")
+        if profiles:
+            blocks += ["## Where the time goes", kernels.described(profiles)]
+            blocks += [kernels.kinds_table(profiles, half) for half in ("draft", "verify")]
+            blocks += [kernels.longest(profile) for profile in profiles]
+        if notes:
+            blocks.append(notes.strip())
+        blocks += ["## What was not measured", self.not_measured(), "## How it was measured", self.measured(command)]
+        return "\n\n".join(blocks) + "\n"
+
+    def tables(self, where_measured: str) -> list[str]:
+        """What one machine took, geometry by geometry; ``where_measured`` ends the headings."""
+        blocks = []
         for name in dict.fromkeys(at.geometry for at in self.places):
             here = {at: found for at, found in self.places.items() if at.geometry == name}
             main = {at: found for at, found in here.items() if on_main_grid(at)}
             rest = {at: found for at, found in here.items() if at not in main}
-            blocks.append(f"## {name}")
+            blocks.append(f"## {name}{where_measured}")
             if main:
                 blocks += ["### Windowing alone, batch 1, γ 6, bf16 cache", self.same_settings(main)]
             if rest:
                 blocks += ["### Other γ, batch sizes, cache types and devices", self.same_settings(rest)]
-            blocks += [f"![{title}]({path})" for title, path in figures if path.rsplit("/", 1)[-1].startswith(name)]
+            blocks += [f"![{title}]({path})" for title, path in self.figures if title.startswith(f"{name}: ")]
             whole = {at: [cell for cell in found if len(cell.rows) >= self.least_rows] for at, found in here.items()}
             whole = {at: sorted(found, key=_order) for at, found in whole.items() if found}
             sections: dict[str, str] = {
@@ -104,14 +136,7 @@ class Report:
             }
             for title, section in sections.items():
                 blocks += [f"### {title}", section] if section else []
-        if profiles:
-            blocks += ["## Where the time goes", kernels.described(profiles)]
-            blocks += [kernels.kinds_table(profiles, half) for half in ("draft", "verify")]
-            blocks += [kernels.longest(profile) for profile in profiles]
-        if notes:
-            blocks.append(notes.strip())
-        blocks += ["## What was not measured", self.not_measured(), "## How it was measured", self.measured(command)]
-        return "\n\n".join(blocks) + "\n"
+        return blocks
 
     def preface(self) -> str:
         text = [
@@ -167,11 +192,11 @@ class Report:
                 even.setdefault(_line(at, cell), {})[at.context] = break_even(cell, self._plain(cell))
         if len(ratios) < 2:
             return ""
-        return (
-            f"{_matrix('stock native over', ratios)}\n\n"
-            + prose("Break-even AL of each arm, over the plain step of the same attention settings:")
-            + f"\n\n{_matrix('break-even AL', even)}"
-        )
+        blocks = [_matrix("stock native over", ratios)]
+        if any(value != NONE for line in even.values() for value in line.values()):
+            blocks.append(prose("Break-even AL of each arm, over the plain step of the same attention settings:"))
+            blocks.append(_matrix("break-even AL", even))
+        return "\n\n".join(blocks)
 
     def best(self, places: dict[Place, list[Cell]]) -> str:
         """The best native arm against the best windowed arms without and with hot rows."""
@@ -207,7 +232,7 @@ class Report:
                     setting(name, cell.point.settings[name]), with_draft(base), with_draft(cell),
                     _pair(base.verify_ms, cell.verify_ms), ratio_of(base, cell),
                 ]  # fmt: skip
-                rows[tuple(line)] = rows.pop(tuple(line), line)  # a plain step is every γ's: where it is seen last
+                rows[tuple(line)] = rows.pop(tuple(line), line)  # a plain step comes with every γ, and is kept once
         heads = [*WHERE, "arm", "with", "without it (draft)", "with it (draft)", "verify", "without/with"]
         return table(heads, list(rows.values())) if rows else ""
 
@@ -473,12 +498,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     given = parser.parse_args(arguments)
     try:
-        report = Report(StepRecord.load(given.record), given.geometries)
-        profiles = read_profiles(given.profiles)
+        record, profiles = StepRecord.load(given.record), read_profiles(given.profiles)
         notes = given.notes.read_text(encoding="utf-8") if given.notes else ""
-        figures = draw(report, given.output.parent / "figures")
+        report = Report(record, given.geometries, given.output.parent / "figures")
         command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *arguments])
-        write_atomically(given.output, report.text(command, notes, figures, profiles))
+        write_atomically(given.output, report.text(command, notes, profiles))
     except WindowedMTPError as error:
         print(error, file=sys.stderr)
         return 2
@@ -488,7 +512,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def draw(report: Report, folder: Path) -> list[tuple[str, str]]:
+def by_machine(record: StepRecord) -> list[StepRecord]:
+    """Split a record by the machines of its runs, in the order in which they occur."""
+    parts = []
+    for machine in dict.fromkeys(run.machine for run in record.runs):
+        runs = [index for index, run in enumerate(record.runs) if run.machine == machine]
+        rows = (row.model_copy(update={"run": runs.index(row.run)}) for row in record.rows if row.run in runs)
+        chosen = {"runs": tuple(record.runs[index] for index in runs), "rows": tuple(rows)}
+        parts.append(record.model_copy(update=chosen))
+    return parts
+
+
+def draw(found: Sequence[Cell], floors: Floors, folder: Path, suffix: str) -> list[tuple[str, str]]:
     """Draw the figures, if matplotlib is there; gives title and path relative to the page."""
     try:
         import matplotlib  # noqa: F401
@@ -498,7 +533,7 @@ def draw(report: Report, folder: Path) -> list[tuple[str, str]]:
     from step_cost_figures import draw_figures
 
     folder.mkdir(parents=True, exist_ok=True)
-    return [(title, f"{folder.name}/{name}") for title, name in draw_figures(report.cells, report.floors, folder)]
+    return [(title, f"{folder.name}/{name}") for title, name in draw_figures(found, floors, folder, suffix)]
 
 
 if __name__ == "__main__":

@@ -173,6 +173,20 @@ def test_the_page(report: ModuleType, record: StepRecord, tmp_path: Path, capsys
     assert (tmp_path / "figures" / f"{NAME}-contexts.svg").read_bytes() == first and page.read_text() == text
 
 
+def test_what_two_machines_took_is_not_put_together(report: ModuleType, record: StepRecord, tmp_path: Path):
+    other = make_run(RATES[0]).model_copy(update={"machine": "another"})
+    rows = [*make_rows("native", 8192, [30.0], 9.0), *make_rows("windowed", 8192, [20.0], 1.0)]
+    rows = [row.model_copy(update={"run": 1, "repeat": 5}) for row in rows]
+    both = record.model_copy(update={"runs": (record.runs[0], other), "rows": (*record.rows, *rows)})
+    both.save(tmp_path / "record.json")
+    page = tmp_path / "results.md"
+    assert report.main([str(tmp_path / "record.json"), "-o", str(page)]) == 0
+    first, second = page.read_text().split(", another\n")
+    assert f"## {NAME}, made up\n" in first
+    assert "1.200 (1.000–2.000, 3)" in first and "30.00" not in first
+    assert "| 8,192 | – | 30.00 (9.00) | 20.00 (1.00) | 1.500 (1.500–1.500, 1) | – → – |" in second.splitlines()
+
+
 def test_a_profile_gives_the_longest_kernels_of_each_half(report: ModuleType, record: StepRecord, tmp_path: Path):
     kernels = [
         KernelRow(half="verify", name="void x::flash::FlashAttnFwd<8>", grid=(2, 33), block=(), calls=10, us=6900.0)
