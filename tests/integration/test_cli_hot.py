@@ -212,3 +212,11 @@ def test_no_draft_has_no_hot_vocabulary(run: Run, hot: HotVocabulary, options: l
 def test_a_model_that_cannot_be_loaded_is_what_is_wrong(run: Run, hot: HotVocabulary):
     outcome = run("generate", "./nowhere", "--prompt", PROMPT, "--hot-vocabulary", "hot.json")
     test_cli.check_sentence(outcome, "no folder './nowhere'")
+
+
+def test_a_checkpoint_without_a_tokenizer_is_what_is_wrong(run: Run, hot: HotVocabulary):
+    bare = Path("bare")
+    bare.mkdir()
+    (bare / "config.json").write_bytes((Path(CHECKPOINT) / "config.json").read_bytes())
+    outcome = run("generate", "./bare", "--prompt", PROMPT, "--hot-vocabulary", "hot.json")
+    test_cli.check_sentence(outcome, "has no tokenizer that can be loaded; save the model's")

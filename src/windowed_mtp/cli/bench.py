@@ -88,8 +88,6 @@ def bench(
     short is resumed by the same command.
     """
     check_writable(output)
-    if profiles is not None:
-        profiles.mkdir(parents=True, exist_ok=True)
     if not Path(model).is_dir():
         raise WindowedMTPError(f"{model!r} is no folder; pass one with a geometry's config.json, or a checkpoint.")
     if kv_dtype not in ("bf16", "fp8"):
@@ -99,6 +97,8 @@ def bench(
     if min(contexts) < 1:
         raise WindowedMTPError(f"a context of {min(contexts)} tokens cannot be measured; pass at least 1.")
     extra = _json(options, "--options")
+    if profiles is not None:
+        profiles.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * minutes
     speculating = {each.name != "none" for each in arms}
     if not one_process or len(speculating) > 1:

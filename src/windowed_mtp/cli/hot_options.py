@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from windowed_mtp.cli.load import load_tokenizer
 from windowed_mtp.cli.options import flag, option
-from windowed_mtp.cli.output import busy, size
+from windowed_mtp.cli.output import size
 from windowed_mtp.errors import VocabularyError
 
 if TYPE_CHECKING:
@@ -24,7 +23,12 @@ SHARE = 8
 PANEL = "Hot vocabulary"
 HotVocabularyFile = Annotated[
     Path | None,
-    option(PANEL, "--hot-vocabulary", "FILE", "Let the draft propose likely tokens only, by a file of vocab count."),
+    option(
+        PANEL,
+        "--hot-vocabulary",
+        "FILE",
+        "Let the draft propose likely tokens only, ranked by a file that vocab count made.",
+    ),
 ]
 HotSize = Annotated[
     int | None,
@@ -90,7 +94,7 @@ class HotOptions:
         Parameters
         ----------
         model : str
-            Folder or hub name; one that cannot be loaded is left for loading to complain of.
+            Folder or hub name.
         eagle3 : str or None
             Folder or hub name of an EAGLE-3 drafter.
 
@@ -99,21 +103,16 @@ class HotOptions:
         VocabularyError
             If the file cannot be read or is another tokenizer's, or the hot set does not fit the model or the drafter.
         CheckpointError
-            If the drafter's config is not one.
+            If there is no such model, it has no tokenizer, or the drafter's config is not one.
         """
         _ = self._file
-        with busy(f"Loading the tokenizer of {model}"):
-            from transformers import AutoConfig, AutoTokenizer
-            from transformers.utils import logging as transformers_logging
+        tokenizer = load_tokenizer(model)
+        from transformers import AutoConfig
 
-            transformers_logging.set_verbosity_error()
-            logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-            name = os.path.expanduser(model)
-            try:
-                vocab_size = AutoConfig.from_pretrained(name).get_text_config().vocab_size
-                tokenizer = AutoTokenizer.from_pretrained(name)
-            except (OSError, ValueError, ImportError, KeyError, AttributeError):
-                return
+        config = AutoConfig.from_pretrained(tokenizer.name_or_path).get_text_config()
+        vocab_size = getattr(config, "vocab_size", None)
+        if vocab_size is None:
+            return  # no language model, as loading will say
         if eagle3 is not None:
             from windowed_mtp.engines.transformers.heads.eagle3_config import Eagle3Config
 
@@ -154,7 +153,7 @@ class HotOptions:
         return hot
 
     def settings(self, hot_head: HotHead) -> dict[str, Setting]:
-        """Give the values in force, for a result file."""
+        """Give the values in force, for a result file; ``hot_head`` is the drafter's, its bytes those of the copy."""
         return {
             "hot_vocabulary": None if self.hot_vocabulary is None else str(self.hot_vocabulary),
             "hot_size": hot_head.hot.size,

@@ -37,20 +37,12 @@ def load(name: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, Pr
     WindowedMTPError
         If there is no such device.
     """
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_like_path and not Path(name).expanduser().is_dir():
-        raise CheckpointError(f"there is no folder {name!r}; check the spelling, or pass a name on the hub.")
-    if looks_like_path:
-        name = str(Path(name).expanduser())
+    name = _folder(name)
     with busy(f"Loading {name}"):
         import torch
         from transformers import AutoModelForCausalLM
-        from transformers.utils import logging as transformers_logging
 
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-
+        _quieten()
         target_device = _device(device)
         tokenizer = _tokenizer(name)
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
@@ -62,6 +54,35 @@ def load(name: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, Pr
                 f"{min(info['missing_keys'])}; use a complete checkpoint."
             )
         return model.to(target_device).eval(), tokenizer
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer alone.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no such checkpoint, or it has no tokenizer.
+    """
+    name = _folder(name)
+    with busy(f"Loading the tokenizer of {name}"):
+        _quieten()
+        return _tokenizer(name)
+
+
+def _folder(name: str) -> str:
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_like_path and not Path(name).expanduser().is_dir():
+        raise CheckpointError(f"there is no folder {name!r}; check the spelling, or pass a name on the hub.")
+    return str(Path(name).expanduser()) if looks_like_path else name
+
+
+def _quieten() -> None:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def _device(device: str | None) -> Any:

@@ -162,14 +162,13 @@ class DraftOptions:
         VocabularyError
             If the hot vocabulary does not fit the model.
         """
-        if self.hot:
-            self.hot.check(model, self.eagle3)
-
         from windowed_mtp.engines.transformers.request import check_options
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the engine warns itself
             check_options(**self._engine())
+        if self.hot:
+            self.hot.check(model, self.eagle3)
 
     def build(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> WindowedMTP:
         """Make the drafter of a model; a hot vocabulary needs its tokenizer."""
