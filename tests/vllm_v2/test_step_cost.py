@@ -34,9 +34,21 @@ def test_arms_alternate_in_one_engine_and_a_record_is_resumed(tmp_path: Path, mo
     measure_one = step_cost._measure
 
     def spied(llm: Any, engine: Engine, point: Any, context: int, repeat: int) -> Any:
-        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        core = llm.llm_engine
+        runner = core.model_executor.driver_worker.worker.model_runner
         before = sum(each.windowed for each in windowings(runner))
+        step, emitted, waited = core.step, {}, []
+
+        def counted() -> Any:
+            made = step()
+            emitted.update({output.request_id: len(output.outputs[0].token_ids) for output in made})
+            if len(emitted) == engine.batch:
+                waited.append(max(emitted.values()))
+            return made
+
+        core.step = counted
         row = measure_one(llm, engine, point, context, repeat)
+        del core.step
         after = windowings(runner)
         seen.append(
             {
@@ -45,12 +57,16 @@ def test_arms_alternate_in_one_engine_and_a_record_is_resumed(tmp_path: Path, mo
                 "windows": [each.window.window for each in after],
                 "windowed": sum(each.windowed for each in after) - before,
                 "hot": bool(getattr(runner, "windowed_mtp_hot_logits", [])),
+                "waited": waited[0],
             }
         )
         return row
 
     monkeypatch.setattr(step_cost, "_measure", spied)
-    engine = Engine(str(checkpoint_path()), "bundled", gamma=3, batch=2, max_context=1500, options=OPTIONS)
+    engine = Engine(
+        str(checkpoint_path()), "bundled", gamma=3, batch=2, max_context=1500, prompt_chunk=512, options=OPTIONS
+    )
+    assert engine.arguments(arms[0])["max_model_len"] == 1500 + (2 * 2 + 4 * 1) * 4 + 2 * 3 + 64
     said: list[str] = []
     path = tmp_path / "record.json"
     assert measure(engine, arms, CONTEXTS, [0, 1], path, machine="a CPU", say=said.append, profiles=tmp_path) == 16
@@ -62,6 +78,7 @@ def test_arms_alternate_in_one_engine_and_a_record_is_resumed(tmp_path: Path, mo
         assert row.point.batch == 2 and row.steps == 4 and len(row.step_ms_parts) == 2
         assert row.draft_ms is not None and row.verify_ms is not None
         assert 0 < row.draft_ms < row.step_ms * 3 and row.acceptance_length is None
+        assert facts["waited"] <= {300: 2, 1500: 4}[row.point.context]  # a token a step for the other's prompt
         assert facts["hot"] == (row.point.arm == "hot")
         assert facts["windows"] == ([] if row.point.arm == "native" else [row.point.window] * 2)
         assert (facts["windowed"] > 0) == (row.point.arm != "native" and row.point.context == 1500)

@@ -112,13 +112,17 @@ class Engine:
 
     def arguments(self, arm: Arm) -> dict[str, Any]:
         """Arguments of ``vllm.LLM`` for an arm."""
-        waiting = self.batch * -(-self.max_context // self.prompt_chunk)  # for the prompts of the others
+        drafted = self.batch * (self.gamma + 1)
+        budget = max(self.prompt_chunk, 2 * drafted)
+        waiting = self.batch * -(
+            -self.max_context // (budget - drafted)
+        )  # a token each step that reads others' prompts
         room = (PARTS * STEPS + 4 * WARM_UP) * (self.gamma + 1) + waiting + 64
         made: dict[str, Any] = {
             "model": self.model,
             "max_model_len": self.max_context + room,
             "max_num_seqs": self.batch,
-            "max_num_batched_tokens": max(self.prompt_chunk, self.batch * (self.gamma + 1)),
+            "max_num_batched_tokens": budget,
             "tensor_parallel_size": self.tensor_parallel,
             "enable_prefix_caching": False,
             "kernel_config": {
