@@ -204,6 +204,8 @@ def test_hot_rows_inside_captured_graphs(prompts: list[list[int]], target: list[
     for sampling in ("greedy", "probabilistic"):  # chosen among hot logits, and from full rows
         with engine({"sink": 4, "window": 300, "hot_vocabulary": hot}, sampling=sampling) as llm:
             runner = runner_of(llm)
+            assert runner.speculator.use_local_argmax_reduction
+            assert (runner.speculator.draft_logits is None) == (sampling == "greedy")
             allowed = set(vocabulary.ids(512, runner.vllm_config.model_config.get_vocab_size()))
             with proposals(runner) as seen:
                 near(target, generate(llm, prompts))

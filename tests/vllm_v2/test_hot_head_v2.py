@@ -88,6 +88,7 @@ def test_the_output_stays_whatever_is_hot_and_all_rows_propose_what_none_do(file
         target = [each.tokens for each in generate(llm, PROMPTS, TOKENS)]
     with SHARP.running({**WINDOW, "hot_vocabulary": {"size": SIZE, "file": files["random"]}}, **OPTIONS) as llm:
         runner = runner_of(llm)
+        assert runner.speculator.use_local_argmax_reduction and runner.speculator.draft_logits is None
         for file in files.values():
             llm.collective_rpc(refresh_hot_head, args=(file,))
             with proposals(llm) as seen:
@@ -95,6 +96,7 @@ def test_the_output_stays_whatever_is_hot_and_all_rows_propose_what_none_do(file
             hot = HotVocabulary.load(file).ids(SIZE, VOCAB)
             assert tokens_of(seen) <= set(hot) and len(tokens_of(seen)) > 1
         remove_hot_head(runner)
+        assert not runner.speculator.use_local_argmax_reduction
         with proposals(llm) as whole:
             assert [each.tokens for each in generate(llm, PROMPTS, TOKENS)] == target
     with (
@@ -129,6 +131,7 @@ def test_samples_have_the_targets_distribution_whatever_is_hot(files: dict[str, 
     settings = {"draft_sample_method": "probabilistic"}
     with FLAT.running({**WINDOW, "hot_vocabulary": hot}, settings=settings, **MANY) as llm:
         p = {}
+        assert runner_of(llm).speculator.draft_logits is not None  # so full rows are made
         for name, file in files.items():
             llm.collective_rpc(refresh_hot_head, args=(file,))
             before = counters(llm)

@@ -222,11 +222,11 @@ class _Decoding:
         self.stats = drafter.stats = DecodeStats(prompt_tokens=ids.shape[1])
 
     def run(self) -> Tensor | GenerateDecoderOnlyOutput:
-        if self.hot_head is not None:
-            self.hot_head.begin(self.ids[0].tolist())
         begin = self._clock()
         logits, features = self.target.prefill(self.ids, getattr(self.config, "prefill_chunk_size", None))
         prefilled = self._clock()
+        if self.hot_head is not None:
+            self.hot_head.begin(self.ids[0].tolist())
         self._observe(features)
         self.draft.advance(self.ids)
         self.stats.target_prefill_seconds = prefilled - begin

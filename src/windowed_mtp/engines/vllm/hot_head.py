@@ -47,6 +47,7 @@ def install_hot_head(runner: Any, config: HotVocabularyConfig) -> list[HotLogits
             each.put_on()
         if held and _has_top_tokens(runner, drafter):
             drafter.use_local_argmax_reduction = True
+            _say("info", "Hot vocabulary: greedy drafts choose among the hot logits (use_local_argmax_reduction).")
     return held or []
 
 

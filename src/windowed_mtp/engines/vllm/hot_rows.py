@@ -119,7 +119,7 @@ class HotLogits:
         return full.index_copy_(-1, rows.ids, hot)
 
     def get_top_tokens(self, lm_head: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Ids ``[rows]`` of the largest logits."""
+        """Ids ``[rows]`` int64 of the largest logits."""
         rows = self.rows.get(lm_head)
         if rows is None or args or kwargs:
             return self.own[1](lm_head, hidden_states, *args, **kwargs)

@@ -68,23 +68,26 @@ def _wrap_load_model(runner_class: Any, runner_module: str) -> None:
 
     @functools.wraps(original)
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made = original(self, *args, **kwargs)
         config = PluginConfig.read(self.vllm_config.additional_config)
-        if config is not None and _known(self, runner_module, config):
-            _use_hot_rows(self, config, anew=True)
+        if config is None or config.hot_vocabulary is None:
+            return original(self, *args, **kwargs)
+        from windowed_mtp.engines.vllm.hot_head import remove_hot_head
+
+        remove_hot_head(self)  # where weights are loaded another time, vLLM must find its own
+        made = original(self, *args, **kwargs)
+        if _known(self, runner_module, config):
+            _use_hot_rows(self, config)
         return made
 
     setattr(load_model, _ORIGINAL, original)
     runner_class.load_model = load_model
 
 
-def _use_hot_rows(runner: Any, config: PluginConfig, anew: bool = False) -> None:
+def _use_hot_rows(runner: Any, config: PluginConfig) -> None:
     """Give the draft its hot rows: after loading, so that vLLM counts their memory when it sizes the cache."""
     if config.hot_vocabulary is not None:
-        from windowed_mtp.engines.vllm.hot_head import install_hot_head, remove_hot_head
+        from windowed_mtp.engines.vllm.hot_head import install_hot_head
 
-        if anew:
-            remove_hot_head(runner)
         install_hot_head(runner, config.hot_vocabulary)
 
 
