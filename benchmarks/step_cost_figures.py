@@ -43,19 +43,20 @@ def draw_figures(found: Sequence[Cell], floors: Floors, folder: Path, suffix: st
     main = {at: there for at, there in speculating(found).items() if on_main_grid(at)}
     for name in dict.fromkeys(at.geometry for at in main):
         here = {at.context: there for at, there in main.items() if at.geometry == name}
+        stem = folder / f"{name}{suffix}"
         lines: dict[str, list[Cell]] = {arm: [] for arm in COLOURS}
         for there in here.values():
             arms = (plain(found, there[0].point), native(there), usual(there))
             for arm, cell in zip(COLOURS, arms, strict=True):
                 lines[arm] += [cell] if cell else []
         if len(here) > 1:
-            drawn.append(_by_context(floors, name, lines, folder / f"{name}{suffix}"))
+            drawn.append(_by_context(floors, name, lines, stem))
         longest = here[max(here)]
         if len(longest) > 1:
-            drawn.append(_by_arm(floors, name, plain(found, longest[0].point), longest, folder / f"{name}{suffix}"))
+            drawn.append(_by_arm(floors, name, plain(found, longest[0].point), longest, stem))
         swept = {context: sweep(there) for context, there in here.items() if sweep(there)}
         if swept:
-            drawn.append(_by_window(name, swept, folder / f"{name}{suffix}"))
+            drawn.append(_by_window(name, swept, stem))
     return drawn
 
 

@@ -64,21 +64,10 @@ class Report:
         What was measured.
     geometries : Path
         Folder of the geometries that the record names, for the floors.
-    figures : Path, optional
-        Folder to draw figures in; none without it.
-    suffix : str
-        Follows the geometry's name in the figures' file names.
-
-    Attributes
-    ----------
-    machines : list of Report
-        The same for each machine of the record: what two machines took is not put together.
-    figures : list of (str, str)
-        Title and file name of each figure of one machine.
     """
 
-    def __init__(self, record: StepRecord, geometries: Path, figures: Path | None = None, suffix: str = "") -> None:
-        self.record, self.cells = record, cells(record)
+    def __init__(self, record: StepRecord, geometries: Path) -> None:
+        self.record, self.geometries, self.cells = record, geometries, cells(record)
         self.places = speculating(self.cells)
         self.folders = sorted(path.name for path in geometries.iterdir() if path.is_dir())
         names = dict.fromkeys(cell.point.geometry for cell in self.cells)
@@ -86,21 +75,15 @@ class Report:
         self.floors = Floors(median_rates(record), known)
         most = max(len(cell.rows) for cell in self.cells)
         self.least_rows = min(ROUNDS, most)
-        self.figures: list[tuple[str, str]] = []
-        parts = by_machine(record)
-        if len(parts) > 1:
-            suffixes = ["", *(f"-{number}" for number in range(2, len(parts) + 1))]
-            self.machines = [Report(part, geometries, figures, end) for part, end in zip(parts, suffixes, strict=True)]
-            return
-        self.machines = [self]
-        if figures is not None:
-            self.figures = draw(self.cells, self.floors, figures, suffix)
 
-    def text(self, command: str, notes: str, profiles: Sequence[StepProfile]) -> str:
-        """The whole document."""
+    def text(self, command: str, notes: str, figures: Path, profiles: Sequence[StepProfile]) -> str:
+        """The whole document, with figures in a folder; what two machines took is not put together."""
         blocks = ["# Results: the cost of a decode step", self.preface()]
-        for report in self.machines:
-            blocks += report.tables(f", {report.record.runs[0].machine}" if len(self.machines) > 1 else "")
+        parts = by_machine(self.record)
+        for number, part in enumerate(parts, start=1):
+            report = Report(part, self.geometries)
+            drawn = draw(report.cells, report.floors, figures, f"-{number}" if number > 1 else "")
+            blocks += report.tables(f", {part.runs[0].machine}" if len(parts) > 1 else "", drawn)
         if profiles:
             blocks += ["## Where the time goes", kernels.described(profiles)]
             blocks += [kernels.kinds_table(profiles, half) for half in ("draft", "verify")]
@@ -110,7 +93,7 @@ class Report:
         blocks += ["## What was not measured", self.not_measured(), "## How it was measured", self.measured(command)]
         return "\n\n".join(blocks) + "\n"
 
-    def tables(self, where_measured: str) -> list[str]:
+    def tables(self, where_measured: str, figures: Sequence[tuple[str, str]]) -> list[str]:
         """What one machine took, geometry by geometry; ``where_measured`` ends the headings."""
         blocks = []
         for name in dict.fromkeys(at.geometry for at in self.places):
@@ -122,7 +105,7 @@ class Report:
                 blocks += ["### Windowing alone, batch 1, γ 6, bf16 cache", self.same_settings(main)]
             if rest:
                 blocks += ["### Other γ, batch sizes, cache types and devices", self.same_settings(rest)]
-            blocks += [f"![{title}]({path})" for title, path in self.figures if title.startswith(f"{name}: ")]
+            blocks += [f"![{title}]({path})" for title, path in figures if title.startswith(f"{name}: ")]
             whole = {at: [cell for cell in found if len(cell.rows) >= self.least_rows] for at, found in here.items()}
             whole = {at: sorted(found, key=_order) for at, found in whole.items() if found}
             sections: dict[str, str] = {
@@ -500,9 +483,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         record, profiles = StepRecord.load(given.record), read_profiles(given.profiles)
         notes = given.notes.read_text(encoding="utf-8") if given.notes else ""
-        report = Report(record, given.geometries, given.output.parent / "figures")
+        figures = given.output.parent / "figures"
         command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *arguments])
-        write_atomically(given.output, report.text(command, notes, profiles))
+        text = Report(record, given.geometries).text(command, notes, figures, profiles)
+        write_atomically(given.output, text)
     except WindowedMTPError as error:
         print(error, file=sys.stderr)
         return 2
