@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from windowed_mtp.cli.load import load_tokenizer
-from windowed_mtp.cli.options import flag, option
+from windowed_mtp.cli.options import flag, given_flags, option
 from windowed_mtp.cli.output import size
 from windowed_mtp.errors import VocabularyError
 
@@ -79,8 +79,7 @@ class HotOptions:
 
     def given(self) -> list[str]:
         """Names of the options that were given."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return [flag(name) for name, value in values.items() if value is not None and value is not False]
+        return given_flags({field.name: getattr(self, field.name) for field in fields(self)})
 
     @cached_property
     def _file(self) -> HotVocabulary | None:

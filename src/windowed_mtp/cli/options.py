@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -149,8 +150,7 @@ class DraftOptions:
     def given(self) -> list[str]:
         """Names of the options that were given."""
         own = {name: value for name, value in vars(self).items() if name != "hot"}
-        given = [flag(name) for name, value in own.items() if value is not None and value is not False]
-        return given + (self.hot.given() if self.hot else [])
+        return given_flags(own) + (self.hot.given() if self.hot else [])
 
     def check(self, model: str) -> None:
         """Check what the engine would refuse, before the model of that name is loaded.
@@ -243,6 +243,11 @@ class SamplingOptions:
         """Arguments of ``model.generate``; what was left out is the checkpoint's own."""
         given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return {"do_sample": self.sample, **{name: value for name, value in given.items() if value is not None}}
+
+
+def given_flags(values: Mapping[str, object]) -> list[str]:
+    """Names of the options that were given, by field: those that are neither left out nor off."""
+    return [flag(name) for name, value in values.items() if value is not None and value is not False]
 
 
 def flag(name: str) -> str:

@@ -38,7 +38,7 @@ def install_hot_head(runner: Any, config: HotVocabularyConfig) -> list[HotLogits
         If the file cannot be used for this model.
     """
     held: list[HotLogits] | None = getattr(runner, _HELD, None)
-    drafter = _drafter(runner)
+    drafter = drafter_of(runner)
     model = getattr(drafter, "model", None)
     if held is None and model is not None:  # else a rank without a drafter; the window says so if there should be one
         held = _make(runner, model, config)
@@ -83,7 +83,7 @@ def remove_hot_head(runner: Any) -> None:
         each.take_off()
     if held:
         configured = runner.vllm_config.speculative_config.use_local_argmax_reduction
-        _drafter(runner).use_local_argmax_reduction = configured
+        drafter_of(runner).use_local_argmax_reduction = configured
     if hasattr(runner, _HELD):
         delattr(runner, _HELD)
 
@@ -181,7 +181,8 @@ def _has_top_tokens(runner: Any, drafter: Any) -> bool:
     )
 
 
-def _drafter(runner: Any) -> Any:
+def drafter_of(runner: Any) -> Any:
+    """Give a runner's drafter, V1's or V2's; ``None`` on a rank without one."""
     return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
 
 

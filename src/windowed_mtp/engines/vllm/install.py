@@ -71,12 +71,12 @@ def _wrap_load_model(runner_class: Any, runner_module: str) -> None:
         config = PluginConfig.read(self.vllm_config.additional_config)
         if config is None or config.hot_vocabulary is None:
             return original(self, *args, **kwargs)
-        from windowed_mtp.engines.vllm.hot_head import remove_hot_head
+        from windowed_mtp.engines.vllm.hot_head import install_hot_head, remove_hot_head
 
         remove_hot_head(self)  # where weights are loaded another time, vLLM must find its own
         made = original(self, *args, **kwargs)
         if _known(self, runner_module, config):
-            _use_hot_rows(self, config)
+            install_hot_head(self, config.hot_vocabulary)
         return made
 
     setattr(load_model, _ORIGINAL, original)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -114,9 +115,8 @@ class Engine:
         """Arguments of ``vllm.LLM`` for an arm."""
         drafted = self.batch * (self.gamma + 1)
         budget = max(self.prompt_chunk, 2 * drafted)
-        waiting = self.batch * -(
-            -self.max_context // (budget - drafted)
-        )  # a token each step that reads others' prompts
+        # While the prompts of others are read, a sequence grows by a token a step.
+        waiting = self.batch * math.ceil(self.max_context / (budget - drafted))
         room = (PARTS * STEPS + 4 * WARM_UP) * (self.gamma + 1) + waiting + 64
         made: dict[str, Any] = {
             "model": self.model,

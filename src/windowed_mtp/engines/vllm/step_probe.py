@@ -169,7 +169,9 @@ class StepProbe:
 
     def __init__(self, runner: Any) -> None:
         self.marks: list[dict[str, Any]] = []
-        drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
+        from windowed_mtp.engines.vllm.hot_head import drafter_of
+
+        drafter = drafter_of(runner)
         self._around(runner, "execute_model", before="begin", opens=True)
         self._around(runner, "sample_tokens", after="end")
         if drafter is not None and hasattr(drafter, "propose"):
