@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from windowed_mtp.errors import WindowError
-from windowed_mtp.paging import compact_block_table, ring_kept, ring_slot, ring_slots_per_sequence
+from windowed_mtp.paging import (
+    compact_block_table,
+    dropped_blocks,
+    dropped_per_row,
+    ring_kept,
+    ring_slot,
+    ring_slots_per_sequence,
+)
 from windowed_mtp.window import SinkWindow
 
 
@@ -53,6 +60,16 @@ class TestCompactBlockTable:
         )
         assert new_lens.tolist() == [14, 18, 22]
         assert new_table[:, 2:6].tolist() == [[17, 18, 0, 0], [16, 17, 18, 0], [15, 16, 17, 18]]
+
+    @pytest.mark.parametrize("min_context", [0, 40])
+    def test_many_rows_drop_what_each_of_them_does(self, min_context: int):
+        window = SinkWindow(5, 11, min_context)
+        cases = [(s, q) for s in range(80) for q in range(min(s, 9) + 1)]
+        lens, queries = (int32(list(column)) for column in zip(*cases, strict=True))
+        for block_size in (1, 3, 16):
+            rows = dropped_per_row(lens, queries, block_size=block_size, window=window)
+            assert rows.tolist() == [dropped_blocks(s, q, block_size=block_size, window=window) for s, q in cases]
+            assert rows.any()
 
     def test_without_sinks_the_row_starts_at_the_window(self):
         new_table, new_lens = compact_block_table(

@@ -191,3 +191,44 @@ def test_graphs_find_their_buffers_where_they_were_captured():
     large = builder.build(0, batch([(300, 1)] * 24))
     for name in ("seq_lens", "block_table_tensor"):
         assert getattr(small, name).data_ptr() == getattr(large, name).data_ptr()
+
+
+PADDED = 4
+
+
+@pytest.mark.parametrize(
+    "short",
+    [
+        ("is_prefilling",),
+        ("query_start_loc_cpu",),
+        ("query_start_loc",),
+        ("block_table_tensor",),
+        ("seq_lens_cpu_upper_bound",),
+        ("is_prefilling", "query_start_loc_cpu", "query_start_loc", "block_table_tensor", "seq_lens_cpu_upper_bound"),
+    ],
+    ids=lambda names: "all" if len(names) > 1 else names[0],
+)
+@pytest.mark.parametrize("build", ["build", "build_for_drafting", "build_for_cudagraph_capture"])
+def test_a_batch_may_be_padded_in_some_of_its_fields_only(short: tuple[str, ...], build: str):
+    rows = [(300, 4), (90, 4), (500, 4), (40, 4)]
+    plain = batch(rows, prefilling=1)
+    common = batch(rows + [(0, 0)] * PADDED, prefilling=PADDED + 1)
+    for name in short:
+        setattr(common, name, getattr(common, name)[:-PADDED])
+    lengths = {len(getattr(common, name)) for name in ("seq_lens", *short)}
+    assert max(lengths) - min(lengths) in (PADDED - 1, PADDED)  # it is padded, and not everywhere
+    builder = made(Builder, graphs=True)
+    arguments = {"build": (0, common), "build_for_drafting": (common, 1), "build_for_cudagraph_capture": (common,)}
+    result = getattr(builder, build)(*arguments[build])
+    want = made(Builder).build(0, plain)
+    assert (want.seq_lens < plain.seq_lens).any()
+    assert result.seq_lens.tolist() == want.seq_lens.tolist() + [0] * PADDED
+    assert result.block_table_tensor.shape[0] == common.block_table_tensor.shape[0]
+    columns = want.block_table_tensor.shape[1]
+    for row, length in enumerate(want.seq_lens.tolist()):
+        live = -(-length // BLOCK)
+        stride = common.block_table_tensor.shape[1]
+        ids = want.block_table_tensor[row, :live] - row * columns + row * stride
+        assert result.block_table_tensor[row, :live].equal(ids)
+    assert (result.seq_lens_cpu_upper_bound[: len(rows)] >= want.seq_lens).all()
+    assert result.seq_lens_cpu_upper_bound.shape == common.seq_lens_cpu_upper_bound.shape

@@ -7,6 +7,7 @@ import operator
 import torch
 
 from windowed_mtp.errors import WindowError
+from windowed_mtp.paging.lengths import sink_blocks
 from windowed_mtp.window import SinkWindow
 
 
@@ -61,16 +62,37 @@ def compact_block_table(
     block_size = check_rows(block_table, seq_lens, query_lens, block_size)
 
     num_columns = block_table.shape[1]
-    sink_blocks = -(-window.sink // block_size)
-    lens, queries = seq_lens.long(), query_lens.long()
-    first_block = torch.div(lens - queries + 1 - window.window, block_size, rounding_mode="floor")
-    dropped = (first_block - sink_blocks).clamp(min=0) * (lens >= window.min_context)  # [R]
+    dropped = dropped_per_row(seq_lens, query_lens, block_size=block_size, window=window)
 
     columns = torch.arange(num_columns, device=block_table.device)  # [C]
-    source = columns + dropped[:, None] * (columns >= sink_blocks)  # [R, C]
+    source = columns + dropped[:, None] * (columns >= sink_blocks(block_size, window))  # [R, C]
     inside = source < num_columns
     new_table = torch.where(inside, block_table.gather(1, torch.where(inside, source, 0)), 0)
-    return new_table, (lens - dropped * block_size).int()
+    return new_table, (seq_lens - dropped * block_size).int()
+
+
+def dropped_per_row(
+    seq_lens: torch.Tensor, query_lens: torch.Tensor, *, block_size: int, window: SinkWindow
+) -> torch.Tensor:
+    """Blocks that a pass leaves out of each row: `windowed_mtp.paging.dropped_blocks`, for many rows at once.
+
+    Parameters
+    ----------
+    seq_lens, query_lens : torch.Tensor
+        ``[R]``, of any integer dtype: entries of each row, this pass's queries included, and its queries.
+    block_size : int
+        Entries a block, at least 1.
+    window : SinkWindow
+        What a query may read.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[R]`` int64.
+    """
+    lens = seq_lens.long()
+    first_block = torch.div(lens - query_lens + 1 - window.window, block_size, rounding_mode="floor")
+    return (first_block - sink_blocks(block_size, window)).clamp(min=0) * (lens >= window.min_context)
 
 
 def check_rows(block_table: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor, block_size: int) -> int:

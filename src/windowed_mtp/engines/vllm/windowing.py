@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windowed_mtp.paging import compact_block_table, may_drop, windowed_length, windowed_length_bound
+from windowed_mtp.paging import compact_block_table, dropped_per_row, may_drop, windowed_length_bound
 from windowed_mtp.window import SinkWindow
 
 
@@ -82,8 +82,8 @@ class Windowing:
             self._source = None
             return common
         self.windowed += 1
-        starts, rows = common.query_start_loc, common.seq_lens.shape[0]
-        self._source = (common.block_table_tensor[:rows], common.seq_lens, starts)
+        rows = common.seq_lens.shape[0]
+        self._source = (common.block_table_tensor[:rows], common.seq_lens, common.query_start_loc)
         table, lens = self._buffers(*self._source[:2])
         self.refresh()
         changes = {
@@ -106,19 +106,14 @@ class Windowing:
 
     def _host_lens(self, common: Any, upper: Tensor) -> Tensor:
         """Windowed lengths on the host: exact where the given ones are, upper bounds elsewhere."""
-        rows = upper.shape[0]
-        starts, prefilling = getattr(common, "query_start_loc_cpu", None), getattr(common, "is_prefilling", None)
-        counts = [0] * rows if starts is None else starts[: rows + 1].diff().tolist()
-        exact = [False] * rows
-        if prefilling is not None and prefilling.device.type == "cpu":
-            exact = prefilling[:rows].tolist()
-        made = []
-        for length, count, prefill in zip(upper.tolist(), counts, exact, strict=True):
-            if count and (prefill or (self.exact_above is not None and count > self.exact_above)):
-                made.append(windowed_length(length, count, **self._policy))
-            else:
-                made.append(windowed_length_bound(length, common.max_query_len, **self._policy))
-        return torch.tensor(made, dtype=upper.dtype)
+        starts = getattr(common, "query_start_loc_cpu", None)
+        queries = _on_host(None if starts is None else starts.diff(), rows=upper.shape[0])
+        exact = _on_host(getattr(common, "is_prefilling", None), rows=upper.shape[0]).bool()
+        if self.exact_above is not None:
+            exact |= queries > self.exact_above
+        longest = windowed_length_bound(common.max_seq_len, common.max_query_len, **self._policy)
+        kept = upper - dropped_per_row(upper, queries, **self._policy) * self.block_size
+        return torch.where(exact & (queries > 0), kept, upper.clamp(max=longest)).to(upper.dtype)
 
     def refresh(self) -> None:
         """Window the last batch again, from its tensors as they are now (inside a captured draft loop)."""
@@ -126,6 +121,10 @@ class Windowing:
             return
         table, lens, starts = self._source
         out_table, out_lens = self._buffers(table, lens)
+        rows = min(table.shape[0], lens.shape[0], starts.shape[0] - 1)
+        if rows < lens.shape[0]:  # rows that a batch is padded by may be in some of its fields only
+            out_table[rows:], out_lens[rows:] = table[rows:], lens[rows:]
+        table, lens, starts = table[:rows], lens[:rows], starts[: rows + 1]
         if table.is_cuda:
             from windowed_mtp.paging.triton import compact_block_table_, window_params
 
@@ -143,17 +142,26 @@ class Windowing:
                 query_starts=True,
             )
             return
-        query_lens = starts[1 : lens.shape[0] + 1] - starts[: lens.shape[0]]
         new_table, new_lens = compact_block_table(
-            table, lens, query_lens, block_size=self.block_size, window=self.window
+            table, lens, starts.diff(), block_size=self.block_size, window=self.window
         )
-        out_table.copy_(new_table)
-        out_lens.copy_(new_lens)
+        out_table[:rows], out_lens[:rows] = new_table, new_lens
 
     def _buffers(self, table: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
-        rows, columns = table.shape
+        rows, columns = max(table.shape[0], lens.shape[0]), table.shape[1]
         have_rows, have_columns = (self.max_rows, 0) if self._table is None else self._table.shape
         if self._table is None or self._lens is None or have_rows < rows or have_columns < columns:
             self._table = table.new_zeros(max(rows, have_rows), max(columns, have_columns))
             self._lens = lens.new_zeros(self._table.shape[0])
-        return self._table[:rows, :columns], self._lens[:rows]
+        return self._table[: table.shape[0], :columns], self._lens[: lens.shape[0]]
+
+
+def _on_host(values: Tensor | None, *, rows: int) -> Tensor:
+    """Give a per-row field as ``[rows]`` int64, with zeros for rows that it lacks; all zeros if it is not on the host.
+
+    vLLM pads some of a batch's fields for a full CUDA graph and leaves others as they are.
+    """
+    made = torch.zeros(rows, dtype=torch.int64)
+    if values is not None and values.device.type == "cpu":
+        made[: values.shape[0]] = values[:rows]
+    return made
