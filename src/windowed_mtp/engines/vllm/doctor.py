@@ -11,14 +11,13 @@ from windowed_mtp.engines.vllm.doctor_blocks import Blocks, blocks_of, text_conf
 from windowed_mtp.engines.vllm.doctor_head import head_findings
 from windowed_mtp.engines.vllm.doctor_rope import rope_findings
 from windowed_mtp.engines.vllm.doctor_splits import attention_device, splits_findings
+from windowed_mtp.engines.vllm.drafters import context_parallel, first_pass_needed, nothing_to_window
 from windowed_mtp.engines.vllm.findings import DoctorResult, Finding, Level
 from windowed_mtp.engines.vllm.serve_flags import serve_config
 from windowed_mtp.engines.vllm.summary import Drafting, LayerGroup, describe, engages_from
 from windowed_mtp.engines.vllm.symbols import V1, V2, missing, unknown_version
 from windowed_mtp.results import Provenance
 
-WITHOUT_ATTENTION = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
-"""Drafters that keep no keys of their own."""
 LARGE_BLOCK = 256
 """Prompts shorter than a block of this size are common."""
 
@@ -70,7 +69,7 @@ def diagnose(flags: Sequence[str], metrics: str | None = None) -> DoctorResult:
 
 def version_findings(vllm_config: Any, version: str) -> Iterator[Finding]:
     """Judge whether the plugin knows this vLLM."""
-    runner = V2 if getattr(vllm_config, "use_v2_model_runner", False) else V1
+    runner = V2 if _is_v2(vllm_config) else V1
     unknown, lacking = unknown_version(version), missing(runner, version)
     if lacking is not None or unknown is not None:
         yield Finding(
@@ -101,10 +100,10 @@ def _window_findings(vllm_config: Any, config: PluginConfig | None, blocks: Bloc
             remedy="add a --speculative-config, or take the window out",
         )  # fmt: skip
         return
-    if speculative.method in WITHOUT_ATTENTION:
+    nothing = nothing_to_window(speculative.method)
+    if nothing is not None:
         yield Finding(
-            check="window", level=level,
-            cause=f"the drafter ({speculative.method}) has no attention to window, so {stops}",
+            check="window", level=level, cause=f"{nothing}, so {stops}",
             remedy="use a drafter with attention (mtp, eagle3, dflash, a draft model), or take the window out",
         )  # fmt: skip
         return
@@ -115,12 +114,11 @@ def _window_findings(vllm_config: Any, config: PluginConfig | None, blocks: Bloc
             remedy="take the window out: it cannot help this draft",
         )  # fmt: skip
         return
-    drafting = _drafting(vllm_config, config)
-    if not config.window_first_pass and (drafting.one_pass or drafting.tokens == 1):
+    alone = None if config.window_first_pass else first_pass_needed(speculative, _is_v2(vllm_config))
+    if alone is not None:
         yield Finding(
-            check="window", level=level,
-            cause='"window_first_pass" is false and the drafter has only that pass, so the engine would not start',
-            remedy="leave window_first_pass out",
+            check="window", level=level, cause=f"{alone}, so the engine would not start",
+            remedy="leave it out to window that pass",
         )  # fmt: skip
         return
     block = blocks.kernel if blocks is not None else 1
@@ -148,8 +146,9 @@ def left_alone(vllm_config: Any) -> str | None:
     """Say why the draft's layers could not be windowed, as far as configs tell; ``None`` if they could."""
     if getattr(vllm_config.model_config, "rswa_window", None) is not None:
         return "the model has a reference sliding window (R-SWA)"
-    if vllm_config.parallel_config.decode_context_parallel_size > 1:
-        return "decode context parallelism spreads its keys over ranks"
+    spread = context_parallel(vllm_config)
+    if spread is not None:
+        return spread
     speculative = vllm_config.speculative_config
     draft = text_config(speculative.draft_model_config)
     if draft.get("index_topk"):
@@ -167,7 +166,7 @@ def draft_findings(vllm_config: Any) -> Iterator[Finding]:
     """Look at the draft's positions and, for a built-in head, at its tensors."""
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
     draft = speculative.draft_model_config
-    if speculative.method in WITHOUT_ATTENTION or draft is None:
+    if nothing_to_window(speculative.method) is not None or draft is None:
         return
     from transformers import PretrainedConfig
 
@@ -213,6 +212,10 @@ def _drops_last_block(speculative: Any) -> bool:
     if speculative is None:
         return False
     return bool(getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)())
+
+
+def _is_v2(vllm_config: Any) -> bool:
+    return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
 def _drafting(vllm_config: Any, config: PluginConfig) -> Drafting:
