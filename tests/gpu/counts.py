@@ -30,8 +30,10 @@ class Counts:
         Their numbers of requests.
     padded : int
         Those of them with rows, or tokens, that no request has.
+    captured : set of str
+        Managers that have full graphs (V2): the target's, and those of the drafter's passes.
     replays : Counter
-        Replays of full graphs, by the manager's name: the target's, and the drafter's passes.
+        Replays of full graphs, by the manager's name.
     passes : int
         Batches that the plugin was given.
     padded_passes : int
@@ -45,6 +47,7 @@ class Counts:
     full: int = 0
     sizes: Counter[int] = field(default_factory=Counter)
     padded: int = 0
+    captured: set[str] = field(default_factory=set)
     replays: Counter[str] = field(default_factory=Counter)
     passes: int = 0
     padded_passes: int = 0
@@ -128,6 +131,7 @@ def _v2(runner: Any, counts: Counts) -> Iterator[None]:
 
     state.prepare_attn, speculator.propose = prepared, proposed
     for name, manager in managers.items():
+        counts.captured |= {name} if manager.graphs else set()
         manager.run_fullgraph = replaying(name, manager.run_fullgraph)
     try:
         yield
