@@ -109,7 +109,7 @@ def test_a_drafter_without_attention(strict: bool, match: str):
 def test_one_pass_that_is_to_be_left_alone():
     drafter = {**MTP, "num_speculative_tokens": 1}
     result = diagnose(flags(checkpoint_path(), drafter, {**WINDOW, "window_first_pass": False}))
-    assert "the drafter has only that pass" in rows(result)["window"].cause and result.in_force is None
+    assert "has no other pass, as it drafts one token a step" in rows(result)["window"].cause and result.in_force is None
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 10000.0}
