@@ -134,7 +134,22 @@ def limits_of(vllm_config: Any, replays: bool, widest: int) -> Limits:
         rows=scheduler.max_num_seqs,
         # A drafter may add up to as many entries to a row as it drafts.
         queries=scheduler.max_num_batched_tokens + verified,
-        # Host lengths lag behind by what was rejected where the scheduler runs ahead, on rows that are being verified.
-        exact_above=verified if scheduler.async_scheduling else 1,
+        exact_above=_exact_above(speculative, scheduler.async_scheduling),
         widest=widest,
     )
+
+
+def _exact_above(speculative: Any, asynchronous: bool) -> int:
+    """Most queries of a row in a pass over verified tokens, where the host's lengths lag behind by what was rejected.
+
+    They do where the scheduler runs ahead, and where a drafter takes this step's rejected tokens off itself: in one
+    parallel pass, or for several modules. An independent draft model has one query more than the target, and some
+    parallel drafters one more for each token.
+    """
+    tokens = speculative.num_speculative_tokens
+    parallel = bool(getattr(speculative, "parallel_drafting", False))
+    several = getattr(speculative, "use_multi_module_mtp", None)  # since 0.27
+    if not (asynchronous or parallel or (several is not None and several())):
+        return 1
+    extra = tokens if parallel else int(getattr(speculative, "method", None) == "draft_model")
+    return int(tokens + 1 + extra)
