@@ -45,8 +45,8 @@ def requests_for(target: Any, count: int, longest: int) -> list[Any]:
     for _ in range(count):
         tokens = draw.randint(8, 40)
         begin = draw.choice(prefixes) if draw.random() < SHARED else []
-        length = draw.randint(1, 60) if draw.random() < 0.3 else draw.randint(60, longest)
-        own = prompt(max(1, length - len(begin)))
+        length = draw.randint(target.shortest, 60) if draw.random() < 0.3 else draw.randint(60, longest)
+        own = prompt(max(target.shortest, length - len(begin)))
         abort_at = draw.randint(1, tokens - 1) if draw.random() < ABORTED else None
         made.append(Request([*begin, *own], tokens, abort_at))
     return made
