@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from windowed_mtp.checkpoint import Inventory
 from windowed_mtp.cli import main
 from windowed_mtp.engines.vllm.config import PluginError
 from windowed_mtp.engines.vllm.doctor_acceptance import acceptance
@@ -18,7 +19,7 @@ from windowed_mtp.engines.vllm.doctor_head import (
     head_names,
     head_presence,
     head_quantisation,
-    tensor_files,
+    unseen_head,
 )
 from windowed_mtp.engines.vllm.doctor_rope import rope_findings, rope_of
 
@@ -141,18 +142,18 @@ def checkpoint(folder: Path, norm: torch.Tensor, sharded: bool) -> Path:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_head_that_was_never_trained(sharded: bool, tmp_path: Path):
-    trained = checkpoint(tmp_path / "trained", torch.tensor([1.0, 0.9]), sharded)
-    assert len(tensor_files(trained)) == 3
-    assert [found.level for found in head_findings(str(trained), {"mtp_num_hidden_layers": 1}, 1)] == ["ok"]
-    fresh = checkpoint(tmp_path / "fresh", torch.ones(2), sharded)
-    found = list(head_findings(str(fresh), {"mtp_num_hidden_layers": 1}, 1))
+    trained = Inventory.read(checkpoint(tmp_path / "trained", torch.tensor([1.0, 0.9]), sharded))
+    assert len(trained.file_of) == 3
+    assert [found.level for found in head_findings(trained, {"mtp_num_hidden_layers": 1}, 1)] == ["ok"]
+    fresh = Inventory.read(checkpoint(tmp_path / "fresh", torch.ones(2), sharded))
+    found = list(head_findings(fresh, {"mtp_num_hidden_layers": 1}, 1))
     assert [each.level for each in found] == ["ok", "warning"] and "may be random" in found[1].cause
 
 
 def test_a_checkpoint_that_is_not_here_cannot_be_looked_at(tmp_path: Path):
-    [found] = head_findings("nobody/such-a-model-7b", {}, 1)
+    found = unseen_head("nobody/such-a-model-7b")
     assert found.level == "warning" and "not on this machine" in found.cause and found.remedy is not None
-    [empty] = head_findings(str(tmp_path), {}, 1)
+    [empty] = head_findings(Inventory.read(tmp_path), {}, 1)
     assert empty.level == "warning" and "no safetensors files" in empty.cause
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm.version", reason="vllm is not installed; run make test-vllm")
 
@@ -14,10 +15,12 @@ from models import llama_with_eagle3
 from ngram import NGRAM, plugin_log
 from safetensors.torch import load_file, save_file
 
+from windowed_mtp.checkpoint import INDEX
 from windowed_mtp.cli import main
 from windowed_mtp.engines.vllm.config import PluginError
 from windowed_mtp.engines.vllm.doctor import diagnose
 from windowed_mtp.engines.vllm.doctor_blocks import Blocks
+from windowed_mtp.engines.vllm.doctor_files import look_at_files
 from windowed_mtp.engines.vllm.doctor_splits import AttentionDevice, attention_device, splits_findings
 from windowed_mtp.engines.vllm.findings import DoctorResult, Finding
 from windowed_mtp.engines.vllm.serve_flags import serve_config
@@ -83,6 +86,59 @@ def test_a_head_that_is_missing(tmp_path: Path):
     assert not result.passed
     assert rows(result)["head"].level == "problem"
     assert "holds no tensors of an MTP head" in rows(result)["head"].cause
+
+
+def shards(folder: Path, files: dict[str, list[str]], index: dict[str, str] | None) -> Path:
+    folder.mkdir()
+    for number, (file, names) in enumerate(files.items()):
+        save_file({name: torch.full((2,), float(number)) for name in names}, folder / file)
+    if index is not None:
+        (folder / INDEX).write_text(json.dumps({"weight_map": index}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "index"),
+    [
+        ({"model.safetensors": ["a"], "mtp.safetensors": ["b"]}, None),
+        ({"m-1.safetensors": ["a", "b"], "m-2.safetensors": ["c"]}, {"a": "m-1.safetensors"}),
+        ({"m-10.safetensors": ["a"], "m-9.safetensors": ["a"]}, {"a": "m-10.safetensors", "b": "m-9.safetensors"}),
+        ({"model.safetensors": ["a"], "consolidated.safetensors": ["b"]}, {"a": "model.safetensors"}),
+    ],
+)
+def test_the_inventory_is_what_vllm_reads(files: dict[str, list[str]], index: dict[str, str] | None, tmp_path: Path):
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+
+    folder, load = shards(tmp_path / "made", files, index), LoadConfig()
+    inventory, _ = look_at_files(str(folder), None, load)
+    assert inventory is not None
+    _, chosen, use_safetensors, _ = DefaultModelLoader(load)._prepare_weights(str(folder), None, None, True, None)
+    assert use_safetensors and {Path(file).name for file in chosen} == set(inventory.files)
+    order = list(files)
+    last = {name: order[int(tensor[0])] for name, tensor in safetensors_weights_iterator(chosen, False)}
+    assert last == inventory.file_of
+
+
+def test_an_absent_file_stops_vllm(tmp_path: Path):
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    folder = shards(tmp_path / "made", {"m-1.safetensors": ["a"]}, {"a": "m-1.safetensors", "b": "m-2.safetensors"})
+    _, [found] = look_at_files(str(folder), None, LoadConfig())
+    assert found.level == "problem" and "the engine would not start" in found.cause
+    with pytest.raises(FileNotFoundError, match=r"m-2\.safetensors"):
+        DefaultModelLoader(LoadConfig())._prepare_weights(str(folder), None, None, True, None)
+
+
+def test_a_head_that_the_index_omits_is_found(tmp_path: Path):
+    shutil.copytree(checkpoint_path(), tmp_path / "omitted")
+    index = {name: "model.safetensors" for name in load_file(tmp_path / "omitted" / "model.safetensors")}
+    kept = {name: file for name, file in index.items() if not name.startswith("mtp.")}
+    assert len(kept) < len(index)
+    (tmp_path / "omitted" / INDEX).write_text(json.dumps({"weight_map": kept}))
+    assert rows(diagnose(flags(tmp_path / "omitted", MTP, WINDOW)))["head"].level == "ok"
 
 
 @pytest.mark.parametrize(

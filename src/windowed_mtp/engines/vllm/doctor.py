@@ -8,7 +8,8 @@ from typing import Any
 from windowed_mtp.engines.vllm.config import PluginConfig
 from windowed_mtp.engines.vllm.doctor_acceptance import acceptance
 from windowed_mtp.engines.vllm.doctor_blocks import Blocks, blocks_of, text_config
-from windowed_mtp.engines.vllm.doctor_head import head_findings
+from windowed_mtp.engines.vllm.doctor_files import look_at_files
+from windowed_mtp.engines.vllm.doctor_head import head_findings, unseen_head
 from windowed_mtp.engines.vllm.doctor_rope import rope_findings
 from windowed_mtp.engines.vllm.doctor_splits import attention_device, splits_findings
 from windowed_mtp.engines.vllm.findings import DoctorResult, Finding, Level
@@ -56,8 +57,7 @@ def diagnose(flags: Sequence[str], metrics: str | None = None) -> DoctorResult:
     in_force = None
     if config is not None and all(finding.level != "problem" for finding in findings):
         in_force = _in_force(vllm_config, config, blocks)
-    if vllm_config.speculative_config is not None:
-        findings += draft_findings(vllm_config)
+    findings += checkpoint_findings(vllm_config)
     findings += splits_findings(vllm_config, blocks, attention_device(vllm_config))
     findings += [*prefix_findings(vllm_config, blocks), *judged]
     return DoctorResult(
@@ -163,20 +163,28 @@ def left_alone(vllm_config: Any) -> str | None:
     return "they have a sliding window of their own" if own else None
 
 
-def draft_findings(vllm_config: Any) -> Iterator[Finding]:
-    """Look at the draft's positions and, for a built-in head, at its tensors."""
-    speculative, model = vllm_config.speculative_config, vllm_config.model_config
-    draft = speculative.draft_model_config
-    if speculative.method in WITHOUT_ATTENTION or draft is None:
+def checkpoint_findings(vllm_config: Any) -> Iterator[Finding]:
+    """Look at the files of target and draft, at the tensors of a built-in head, and at the draft's positions."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    inventory, found = look_at_files(model.model, model.revision, load)
+    yield from found
+    speculative = vllm_config.speculative_config
+    draft = None if speculative is None else speculative.draft_model_config
+    if draft is None or speculative.method in WITHOUT_ATTENTION:
         return
+    own = draft.model != model.model
+    if own:
+        inventory, found = look_at_files(draft.model, draft.revision, load)
+        yield from found
     from transformers import PretrainedConfig
 
-    stored, _ = PretrainedConfig.get_config_dict(draft.model)
-    if speculative.method == "mtp":
-        layers = model.get_total_num_hidden_layers()
-        yield from head_findings(draft.model, stored, layers)
+    stored, _ = PretrainedConfig.get_config_dict(draft.model, revision=draft.revision)
+    if speculative.method == "mtp" and load.load_format != "dummy":
+        if inventory is not None:
+            yield from head_findings(inventory, stored, model.get_total_num_hidden_layers())
+        elif not found:
+            yield unseen_head(draft.model)
     trained = stored.get("max_position_embeddings") or (stored.get("text_config") or {}).get("max_position_embeddings")
-    own = draft.model != model.model
     length = model.max_model_len
     yield from rope_findings(text_config(model), text_config(draft), trained if own else None, length)
 

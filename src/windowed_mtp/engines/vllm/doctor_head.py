@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from windowed_mtp.checkpoint import Inventory, opened
 from windowed_mtp.engines.vllm.findings import Finding
 
 _NAMED = re.compile(r"(?:^|[._])mtp(?:[._]|$)|\bnextn\b")
@@ -16,43 +15,34 @@ _SCALE = re.compile(r"scale|qweight|qzeros|g_idx|zero_point")
 _LISTS = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "exclude")
 
 
-def head_findings(model: str, config: Mapping[str, Any], target_layers: int) -> Iterator[Finding]:
+def head_findings(inventory: Inventory, config: Mapping[str, Any], target_layers: int) -> Iterator[Finding]:
     """Look at a checkpoint's head.
 
     Parameters
     ----------
-    model : str
-        Folder or hub name.
+    inventory : Inventory
+        The checkpoint's tensors.
     config : mapping
         The checkpoint's ``config.json``.
     target_layers : int
         Decoder layers of the target; layers with a higher index belong to the head.
     """
-    folder = local_folder(model)
-    if folder is None:
+    if not inventory.file_of:
         yield Finding(
             check="head", level="warning",
-            cause=f"the checkpoint {model} is not on this machine, so its head cannot be looked at",
-            remedy=f"download it first (hf download {model}), or pass the folder that it is in",
-        )  # fmt: skip
-        return
-    files = tensor_files(folder)
-    if not files:
-        yield Finding(
-            check="head", level="warning",
-            cause=f"the checkpoint {model} holds no safetensors files, so its head cannot be looked at",
+            cause=f"the checkpoint {inventory.folder} holds no safetensors files, so its head cannot be looked at",
             remedy="pass a checkpoint in safetensors",
         )  # fmt: skip
         return
-    head = head_names(files, target_layers)
+    head = head_names(inventory.file_of, target_layers)
     presence = head_presence(head, expected_layers(config))
     yield presence
     if presence.level == "ok":
         quantised = head_quantisation(head, config)
         if quantised is not None:
             yield quantised
-        norms = {name: files[name] for name in head if "norm" in name and name.endswith(".weight")}
-        if norms and all(_is_constant(folder / file, name) for name, file in norms.items()):
+        norms = [name for name in head if "norm" in name and name.endswith(".weight")]
+        if norms and all(_is_constant(inventory, name) for name in norms):
             yield Finding(
                 check="head", level="warning",
                 cause=f"all {len(norms)} norms of the head are constant, as before training, so it may be random",
@@ -60,35 +50,13 @@ def head_findings(model: str, config: Mapping[str, Any], target_layers: int) -> 
             )  # fmt: skip
 
 
-def local_folder(model: str) -> Path | None:
-    """Folder of a checkpoint on this machine, the hub's cache included; ``None`` if it is not here."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    for name in ("model.safetensors.index.json", "model.safetensors"):
-        try:
-            found = try_to_load_from_cache(model, name)
-        except HFValidationError:
-            return None
-        if isinstance(found, str):
-            return Path(found).parent
-    return None
-
-
-def tensor_files(folder: Path) -> dict[str, str]:
-    """File of each tensor of a checkpoint, from its index or the files' headers."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    from safetensors import safe_open
-
-    files = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            files.update(dict.fromkeys(opened.keys(), file.name))
-    return files
+def unseen_head(model: str) -> Finding:
+    """Say that a head cannot be looked at, as its checkpoint is not on this machine."""
+    return Finding(
+        check="head", level="warning",
+        cause=f"the checkpoint {model} is not on this machine, so its head cannot be looked at",
+        remedy=f"download it first (hf download {model}), or pass the folder that it is in",
+    )  # fmt: skip
 
 
 def head_names(names: Collection[str], target_layers: int) -> list[str]:
@@ -162,11 +130,10 @@ def _count(layers: int) -> str:
     return f"{layers} layer{'s' * (layers != 1)}"
 
 
-def _is_constant(file: Path, name: str) -> bool:
-    from safetensors import safe_open
-
-    if not file.is_file():
+def _is_constant(inventory: Inventory, name: str) -> bool:
+    file = inventory.file_of[name]
+    if file in inventory.absent:
         return False
-    with safe_open(file, framework="pt") as opened:
-        tensor = opened.get_tensor(name).float().flatten()
-    return bool((tensor == tensor[0]).all())
+    with opened(inventory.folder / file, "pt") as tensors:
+        tensor = tensors.get_tensor(name).float().flatten()
+    return bool((tensor == tensor[:1]).all())
