@@ -14,6 +14,14 @@ from windowed_mtp.errors import CheckpointFileError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+DESCRIPTIONS = (
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+)
+"""Files of one JSON object each, which say what a checkpoint's tensors and tokens are."""
 _LFS = b"version https://git-lfs"
 
 
@@ -158,13 +166,49 @@ def read_object(file: Path) -> dict[str, Any]:
     return read
 
 
+def first_unreadable(folder: Path, weights: bool = True) -> CheckpointFileError | None:
+    """Look for a file that explains why a checkpoint could not be loaded.
+
+    Parameters
+    ----------
+    folder : Path
+        The checkpoint's.
+    weights : bool
+        Whether to look at the files of its tensors too.
+
+    Returns
+    -------
+    CheckpointFileError or None
+        ``None`` if each of them can be read, or is not there at all.
+    """
+    try:
+        for name in DESCRIPTIONS:
+            if _exists(folder / name):
+                read_object(folder / name)
+        if weights and not Inventory.read(folder).files:
+            for file in sorted(folder.glob("*.bin")):
+                _check_content(file)
+    except CheckpointFileError as error:
+        return error
+    return None
+
+
 def _exists(file: Path) -> bool:
     return file.exists() or file.is_symlink()
 
 
 def _unreadable(file: Path, otherwise: str) -> CheckpointFileError:
     """Say in the user's words what is wrong with a file; ``otherwise`` if nothing simpler is."""
-    what, remedy = otherwise, "fetch it again"
+    try:
+        _check_content(file)
+    except CheckpointFileError as error:
+        return error
+    return CheckpointFileError(f"{str(file)!r} {otherwise}", "fetch it again")
+
+
+def _check_content(file: Path) -> None:
+    """Refuse what is no file, holds nothing, or only says where the file is."""
+    what, remedy = None, "fetch it again"
     if file.is_dir():
         what, remedy = "is a folder, not a file", "put the file in its place"
     elif not file.exists():
@@ -180,7 +224,8 @@ def _unreadable(file: Path, otherwise: str) -> CheckpointFileError:
                 what = "is empty"
             elif start == _LFS:
                 what, remedy = "is only a pointer of git LFS", "fetch the file itself (git lfs pull, or hf download)"
-    return CheckpointFileError(f"{str(file)!r} {what}", remedy)
+    if what is not None:
+        raise CheckpointFileError(f"{str(file)!r} {what}", remedy)
 
 
 def _first_line(error: Exception) -> str:

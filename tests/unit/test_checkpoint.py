@@ -2,10 +2,10 @@
 
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import damaged
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -121,35 +121,12 @@ def test_weights_that_are_not_read(tmp_path: Path):
     assert look_at_files("nobody/such-a-model-7b", None, AUTO) == (None, [])
 
 
-LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 1\n"
-KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (lambda path: path.write_bytes(b""), "is empty; fetch it again"),
-    "pointer": (lambda path: path.write_bytes(LFS), "is only a pointer of git LFS; fetch the file itself"),
-    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is damaged or no (safetensors file|JSON)"),
-    "noise": (lambda path: path.write_bytes(bytes(range(128, 256)) * 9), "is damaged or no (safetensors file|JSON)"),
-    "folder": (lambda path: (path.unlink(), path.mkdir()), "is a folder, not a file; put the file in its place"),
-}
-JSON_KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "list": (lambda path: path.write_text("[]"), "holds JSON, but no object"),
-    "null": (lambda path: path.write_text("null"), "holds JSON, but no object"),
-    "deep": (lambda path: path.write_text("[" * 100_000), "is damaged or no JSON"),
-}
-INDEX_KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no map": (lambda path: path.write_text("{}"), "is no index: its weight_map does not name a file for each"),
-    "map list": (lambda path: path.write_text('{"weight_map": ["mtp"]}'), "is no index"),
-    "map of numbers": (lambda path: path.write_text('{"weight_map": {"mtp.fc.weight": 2}}'), "is no index"),
-    "empty map": (lambda path: path.write_text('{"weight_map": {}}'), "is no index"),
-}
-CASES = [
-    *(("model-2.safetensors", kind, *KINDS[kind]) for kind in KINDS),
-    *((INDEX, kind, *case) for kind, case in (KINDS | JSON_KINDS | INDEX_KINDS).items()),
-]
+CASES = [(file, kind) for file in ("model-2.safetensors", INDEX) for kind in damaged.kinds_of(file)]
 
 
-@pytest.mark.parametrize(("file", "kind", "damage", "match"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
-def test_a_file_that_cannot_be_read_gets_one_sentence(
-    file: str, kind: str, damage: Callable[[Path], object], match: str, tmp_path: Path
-):
+@pytest.mark.parametrize(("file", "kind"), CASES)
+def test_a_file_that_cannot_be_read_gets_one_sentence(file: str, kind: str, tmp_path: Path):
+    damage, match = damaged.kinds_of(file)[kind]
     folder = write(tmp_path, *FOLDERS["several"])
     damage(folder / file)
     with pytest.raises(CheckpointFileError, match=match) as caught:
@@ -163,12 +140,12 @@ def test_a_file_that_cannot_be_read_gets_one_sentence(
     assert str(pickle.loads(pickle.dumps(caught.value))) == text
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *JSON_KINDS])
+@pytest.mark.parametrize("kind", damaged.JSON)
 def test_json_files_that_cannot_be_read(kind: str, tmp_path: Path):
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "llama"}')
     assert read_object(file) == {"model_type": "llama"}
-    damage, match = (KINDS | JSON_KINDS)[kind]
+    damage, match = damaged.JSON[kind]
     damage(file)
     with pytest.raises(CheckpointFileError, match=match):
         read_object(file)

@@ -1,10 +1,12 @@
 """What the doctor says of engines, from the flags that vLLM would get; none but one is started."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import damaged
 import pytest
 import torch
 
@@ -226,6 +228,32 @@ def test_a_model_that_is_not_there_gets_one_sentence(tmp_path: Path):
     with pytest.raises(PluginError, match=r"vLLM refuses these flags: ") as caught:
         diagnose([str(tmp_path)])
     assert "\n" not in str(caught.value)
+
+
+FILES = ("config.json", "hf_quant_config.json", "model.safetensors", INDEX)
+
+
+@pytest.mark.parametrize(("file", "kind"), [(file, kind) for file in FILES for kind in damaged.kinds_of(file)])
+def test_a_file_that_cannot_be_read_gets_one_sentence(
+    file: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "400")
+    folder = tmp_path / "bad"
+    shutil.copytree(checkpoint_path(), folder)
+    if file == INDEX:
+        names = load_file(folder / "model.safetensors")
+        (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    elif file == "hf_quant_config.json":
+        (folder / file).write_text("{}\n")
+    change, says = damaged.kinds_of(file)[kind]
+    change(folder / file)
+    code = main(["doctor", *flags(folder, MTP, WINDOW)])
+    shown = capsys.readouterr()
+    assert code in (1, 2) and "Traceback" not in shown.out + shown.err
+    lines = [line for line in (shown.out + shown.err).splitlines() if re.search(f"{re.escape(file)}' ", line)]
+    assert len(lines) == 1 and re.search(says.replace("; ", r"(; |\. Remedy: )"), lines[0])
+    if code == 2:
+        assert shown.out == "" and shown.err.startswith("Error: ") and len(shown.err.splitlines()) == 1
 
 
 def test_exit_codes_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from windowed_mtp.checkpoint import INDEX, SINGLE, Inventory, tensor_names
+from windowed_mtp.checkpoint import INDEX, SINGLE, Inventory, first_unreadable, tensor_names
 from windowed_mtp.engines.vllm.findings import Finding
 from windowed_mtp.errors import CheckpointFileError
 
@@ -36,6 +36,9 @@ def look_at_files(model: str, revision: str | None, load_config: Any) -> tuple[I
     if folder is None:
         return None, []
     try:
+        unreadable = first_unreadable(folder, weights=False)  # of these vLLM passes over some in silence
+        if unreadable is not None:
+            raise unreadable
         inventory = Inventory.read(folder, prefix_in(folder, load_config.load_format))
     except CheckpointFileError as error:
         return None, [Finding(check="files", level="problem", cause=error.cause, remedy=error.remedy)]
