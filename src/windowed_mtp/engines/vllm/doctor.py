@@ -10,6 +10,7 @@ from windowed_mtp.engines.vllm.doctor_acceptance import acceptance
 from windowed_mtp.engines.vllm.doctor_blocks import Blocks, blocks_of, text_config
 from windowed_mtp.engines.vllm.doctor_files import look_at_files
 from windowed_mtp.engines.vllm.doctor_head import head_findings, unseen_head
+from windowed_mtp.engines.vllm.doctor_quantisation import asker
 from windowed_mtp.engines.vllm.doctor_rope import rope_findings
 from windowed_mtp.engines.vllm.doctor_splits import attention_device, splits_findings
 from windowed_mtp.engines.vllm.findings import DoctorResult, Finding, Level
@@ -181,7 +182,8 @@ def checkpoint_findings(vllm_config: Any) -> Iterator[Finding]:
     stored, _ = PretrainedConfig.get_config_dict(draft.model, revision=draft.revision)
     if speculative.method == "mtp" and load.load_format != "dummy":
         if inventory is not None:
-            yield from head_findings(inventory, stored, model.get_total_num_hidden_layers())
+            layers, method = model.get_total_num_hidden_layers(), vllm_config.quant_config and model.quantization
+            yield from head_findings(inventory, stored, layers, asker(vllm_config), method)
         elif not found:
             yield unseen_head(draft.model)
     trained = stored.get("max_position_embeddings") or (stored.get("text_config") or {}).get("max_position_embeddings")

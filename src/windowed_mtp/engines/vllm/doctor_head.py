@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from windowed_mtp.checkpoint import Inventory, opened
+from windowed_mtp.engines.vllm.doctor_quantisation import Answer, quantisation_findings
 from windowed_mtp.engines.vllm.findings import Finding
 
 _NAMED = re.compile(r"(?:^|[._])mtp(?:[._]|$)|\bnextn\b")
 _LAYER = re.compile(r"(?:^|\.)(?:mtp\.|mtp_)?layers\.(\d+)\.")
-_SCALE = re.compile(r"scale|qweight|qzeros|g_idx|zero_point")
-_LISTS = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "exclude")
 
 
-def head_findings(inventory: Inventory, config: Mapping[str, Any], target_layers: int) -> Iterator[Finding]:
+def head_findings(
+    inventory: Inventory,
+    config: Mapping[str, Any],
+    target_layers: int,
+    ask: Callable[[str], Answer] | None,
+    method: str | None,
+) -> Iterator[Finding]:
     """Look at a checkpoint's head.
 
     Parameters
@@ -26,6 +31,8 @@ def head_findings(inventory: Inventory, config: Mapping[str, Any], target_layers
         The checkpoint's ``config.json``.
     target_layers : int
         Decoder layers of the target; layers with a higher index belong to the head.
+    ask, method
+        How to ask vLLM about a module's quantisation, and what it calls the method; see `quantisation_findings`.
     """
     if not inventory.file_of:
         yield Finding(
@@ -38,9 +45,7 @@ def head_findings(inventory: Inventory, config: Mapping[str, Any], target_layers
     presence = head_presence(head, expected_layers(config))
     yield presence
     if presence.level == "ok":
-        quantised = head_quantisation(head, config)
-        if quantised is not None:
-            yield quantised
+        yield from quantisation_findings(inventory, head, ask, method)
         norms = [name for name in head if "norm" in name and name.endswith(".weight")]
         if norms and all(_is_constant(inventory, name) for name in norms):
             yield Finding(
@@ -94,36 +99,6 @@ def head_presence(head: Collection[str], expected: int | None) -> Finding:
         )  # fmt: skip
     count = f" of {_count(len(layers))}" if layers else ""
     return Finding(check="head", level="ok", cause=f"the checkpoint holds an MTP head: {len(head)} tensors{count}")
-
-
-def head_quantisation(head: Collection[str], config: Mapping[str, Any]) -> Finding | None:
-    """Judge whether the head's projections are quantised as the config says; ``None`` if nothing is quantised."""
-    settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if not settings:
-        return None
-    left_out = [str(name) for key in _LISTS for name in settings.get(key) or ()]
-    modules = {name.rpartition(".")[0] for name in head if "proj" in name}
-    scaled = {name.rpartition(".")[0] for name in head if _SCALE.search(name.rpartition(".")[2])}
-    wrong = [
-        module for module in sorted(modules) if (module in scaled) == any(_covers(name, module) for name in left_out)
-    ]
-    if wrong:
-        is_, says = ("quantised", "leaves it out") if wrong[0] in scaled else ("not quantised", "does not leave it out")
-        return Finding(
-            check="quantisation", level="warning",
-            cause=f"the head's {wrong[0]} is {is_}, but quantization_config {says}",
-            remedy="make quantization_config's list of ignored modules agree with the tensors; else the head is "
-            "loaded wrongly, or not at all, and AL stays at 1",
-        )  # fmt: skip
-    return Finding(check="quantisation", level="ok", cause="the head is quantised where quantization_config says so")
-
-
-def _covers(entry: str, module: str) -> bool:
-    """Whether an entry of a list of ignored modules means a module or one around it."""
-    if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), module) is not None
-    name = entry.strip("*.")
-    return bool(name) and f".{name}." in f".{module}."
 
 
 def _count(layers: int) -> str:
