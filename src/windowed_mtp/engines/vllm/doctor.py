@@ -8,6 +8,7 @@ from typing import Any
 from windowed_mtp.engines.vllm.config import PluginConfig
 from windowed_mtp.engines.vllm.doctor_acceptance import acceptance
 from windowed_mtp.engines.vllm.doctor_blocks import Blocks, blocks_of, text_config
+from windowed_mtp.engines.vllm.doctor_experts import experts_findings, tuned_experts
 from windowed_mtp.engines.vllm.doctor_files import look_at_files
 from windowed_mtp.engines.vllm.doctor_head import head_findings, unseen_head
 from windowed_mtp.engines.vllm.doctor_quantisation import asker
@@ -60,6 +61,7 @@ def diagnose(flags: Sequence[str], metrics: str | None = None) -> DoctorResult:
         in_force = _in_force(vllm_config, config, blocks)
     findings += checkpoint_findings(vllm_config)
     findings += splits_findings(vllm_config, blocks, attention_device(vllm_config))
+    findings += experts_findings(tuned_experts(vllm_config))
     findings += [*prefix_findings(vllm_config, blocks), *judged]
     return DoctorResult(
         provenance=Provenance.collect(),
