@@ -3,7 +3,9 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import damaged
@@ -23,6 +25,7 @@ from windowed_mtp.engines.vllm.config import PluginError
 from windowed_mtp.engines.vllm.doctor import diagnose
 from windowed_mtp.engines.vllm.doctor_blocks import Blocks
 from windowed_mtp.engines.vllm.doctor_files import look_at_files
+from windowed_mtp.engines.vllm.doctor_prefix import prefix_findings
 from windowed_mtp.engines.vllm.doctor_splits import AttentionDevice, attention_device, splits_findings
 from windowed_mtp.engines.vllm.findings import DoctorResult, Finding
 from windowed_mtp.engines.vllm.serve_flags import serve_config
@@ -62,6 +65,51 @@ def test_prefix_hits_in_blocks_of_a_hybrid():
     assert found["window"].level == "warning" and "no window is configured" in found["window"].cause
     off = rows(diagnose(flags(checkpoint_path(), None, None, "--no-enable-prefix-caching")))
     assert "prefix caching is off" in off["prefix cache"].cause
+
+
+def test_what_keeping_the_last_block_of_a_hit_would_give(monkeypatch: pytest.MonkeyPatch):
+    from vllm.config.speculative import SpeculativeConfig
+
+    caching = ("--enable-prefix-caching",)
+    dropping = rows(diagnose(flags(checkpoint_path(), MTP, None, *caching)))["prefix cache"]
+    assert dropping.remedy is not None and "so that beginnings from 384 tokens on are found" in dropping.remedy
+    keeping = rows(diagnose(flags(checkpoint_path(), {**MTP, "disable_eagle_block_drop": True}, None, *caching)))
+    assert "shorter than 384 tokens is never found" in keeping["prefix cache"].cause
+    assert "gives up" not in keeping["prefix cache"].cause and "disable_eagle" not in str(
+        keeping["prefix cache"].remedy
+    )
+    plain = rows(diagnose(flags(checkpoint_path(), None, None, *caching)))["prefix cache"]
+    assert "disable_eagle" not in str(plain.remedy) and plain.cause == keeping["prefix cache"].cause
+    config = serve_config(flags(checkpoint_path(), MTP, None, *caching))
+    older = {name: getattr(SpeculativeConfig, name) for name in ("use_eagle", "use_eagle_block_drop")}
+    speculative = SimpleNamespace(**{name: partial(call, config.speculative_config) for name, call in older.items()})
+    monkeypatch.setattr(config, "speculative_config", speculative)  # of a vLLM without the setting
+    [found] = prefix_findings(config, Blocks("FLASH_ATTN", 384, 384))
+    assert found.cause == dropping.cause and "disable_eagle" not in str(found.remedy)
+    monkeypatch.setattr(config.cache_config, "prefix_match_unit", 32)
+    [found] = prefix_findings(config, Blocks("FLASH_ATTN", 384, 384))
+    assert found.level == "ok" and "multiples of 32 tokens" in found.cause
+
+
+@pytest.mark.parametrize(("drops", "tokens"), [(True, 768), (False, 1152)])
+def test_vllm_gives_up_one_block_of_a_hit(drops: bool, tokens: int):
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    everything_cached = SimpleNamespace(
+        hash_block_size=384, get_cached_block=lambda _, groups: [object() for _ in groups]
+    )
+    spec = FullAttentionSpec(block_size=384, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
+    _, length = FullAttentionManager.find_longest_cache_hit(
+        block_hashes=[b"a", b"b", b"c"],
+        max_length=1200,
+        kv_cache_group_ids=[0],
+        block_pool=everything_cached,
+        kv_cache_spec=spec,
+        drop_eagle_block=drops,
+        alignment_tokens=384,
+    )
+    assert length == tokens
 
 
 def test_splits_of_attention_for_few_sequences():

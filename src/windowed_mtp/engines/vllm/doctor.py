@@ -11,6 +11,7 @@ from windowed_mtp.engines.vllm.doctor_blocks import Blocks, blocks_of, text_conf
 from windowed_mtp.engines.vllm.doctor_experts import experts_findings, tuned_experts
 from windowed_mtp.engines.vllm.doctor_files import look_at_files
 from windowed_mtp.engines.vllm.doctor_head import head_findings, unseen_head
+from windowed_mtp.engines.vllm.doctor_prefix import prefix_findings
 from windowed_mtp.engines.vllm.doctor_quantisation import asker
 from windowed_mtp.engines.vllm.doctor_rope import rope_findings
 from windowed_mtp.engines.vllm.doctor_splits import attention_device, splits_findings
@@ -22,8 +23,6 @@ from windowed_mtp.results import Provenance
 
 WITHOUT_ATTENTION = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """Drafters that keep no keys of their own."""
-LARGE_BLOCK = 256
-"""Prompts shorter than a block of this size are common."""
 
 
 def diagnose(flags: Sequence[str], metrics: str | None = None) -> DoctorResult:
@@ -191,40 +190,6 @@ def checkpoint_findings(vllm_config: Any) -> Iterator[Finding]:
     trained = stored.get("max_position_embeddings") or (stored.get("text_config") or {}).get("max_position_embeddings")
     length = model.max_model_len
     yield from rope_findings(text_config(model), text_config(draft), trained if own else None, length)
-
-
-def prefix_findings(vllm_config: Any, blocks: Blocks | None) -> Iterator[Finding]:
-    """Judge what prefixes of prompts can be found in the cache again."""
-    cached = blocks.cached if blocks is not None else vllm_config.cache_config.block_size
-    if not vllm_config.cache_config.enable_prefix_caching:
-        yield Finding(
-            check="prefix cache", level="warning", cause="prefix caching is off: every prompt is computed whole",
-            remedy="add --enable-prefix-caching if prompts share their beginnings",
-        )  # fmt: skip
-    elif cached and cached >= LARGE_BLOCK:
-        drops = _drops_last_block(vllm_config.speculative_config)
-        least = cached * (2 if drops else 1)
-        why = (
-            " (a hybrid's attention block is raised to its recurrent state's size)"
-            if vllm_config.model_config.is_hybrid
-            else ""
-        )
-        more = ", and this drafter gives up the last block of a hit" if drops else ""
-        yield Finding(
-            check="prefix cache", level="warning",
-            cause=f"prefix hits come in blocks of {cached:,} tokens{why}{more}: a common beginning shorter than "
-            f"{least:,} tokens is never found",
-            remedy="expect no hits for short prompts, with or without the window; a smaller --block-size helps only "
-            "where the model is no hybrid",
-        )  # fmt: skip
-    else:
-        yield Finding(check="prefix cache", level="ok", cause=f"prefix hits come in blocks of {cached:,} tokens")
-
-
-def _drops_last_block(speculative: Any) -> bool:
-    if speculative is None:
-        return False
-    return bool(getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)())
 
 
 def _drafting(vllm_config: Any, config: PluginConfig) -> Drafting:
