@@ -145,8 +145,12 @@ def test_scales_tell_where_a_file_is_absent(tmp_path: Path):
             "problem",
             "would not load the head's mtp.gate_up_proj: some",
         ),
-        (Answer("mtp.gate_up_proj", None), "warning", "does not tell which modules it would load as quantised (fp8)"),
-        (None, "warning", "does not tell which modules it would load as quantised (fp8)"),
+        (
+            Answer("mtp.gate_up_proj", None),
+            "warning",
+            "be told which of the head's modules vLLM would load as quantised (fp8)",
+        ),
+        (None, "warning", "be told which of the head's modules vLLM would load as quantised (fp8)"),
     ],
 )
 def test_what_vllm_answers_of_a_plain_head(answer: Answer | None, level: str, match: str, tmp_path: Path):

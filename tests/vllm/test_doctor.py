@@ -304,6 +304,23 @@ def test_a_file_that_cannot_be_read_gets_one_sentence(
         assert shown.out == "" and shown.err.startswith("Error: ") and len(shown.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("kind", damaged.ANY)
+def test_a_drafter_that_cannot_be_read_gets_one_sentence(
+    file: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "400")
+    target, drafter = llama_with_eagle3()
+    shutil.copytree(drafter, tmp_path / "bad")
+    change, says = damaged.kinds_of(file)[kind]
+    change(tmp_path / "bad" / file)
+    eagle3 = {"method": "eagle3", "model": str(tmp_path / "bad"), "num_speculative_tokens": 3}
+    assert main(["doctor", *flags(target, eagle3, WINDOW, "--skip-tokenizer-init")]) in (1, 2)
+    shown = capsys.readouterr()
+    lines = [line for line in (shown.out + shown.err).splitlines() if f"bad/{file}' " in line]
+    assert len(lines) == 1 and re.search(says.replace("; ", r"(; |\. Remedy: )"), lines[0])
+
+
 def test_exit_codes_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     metrics, file = tmp_path / "metrics.txt", tmp_path / "doctor.json"
     metrics.write_text("vllm:spec_decode_num_drafts_total 500\nvllm:spec_decode_num_accepted_tokens_total 900\n")

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from windowed_mtp.engines.vllm.doctor import checkpoint_findings
+from windowed_mtp.engines.vllm.doctor_quantisation import Answer, asker
 from windowed_mtp.engines.vllm.findings import Finding
 from windowed_mtp.engines.vllm.serve_flags import serve_config
 from windowed_mtp.reference import checkpoint_path
@@ -164,3 +165,18 @@ def test_experts_of_a_head(settings: dict[str, Any], level: str, match: str, tmp
 def test_quantised_experts_of_a_head(tmp_path: Path):
     folder = folder_of(glm4_moe(), tmp_path / "made", FP8, stored=fp8, head=HEAD)
     assert [found.level for found in found_in(folder, "--skip-tokenizer-init")] == ["ok"]
+
+
+def test_a_head_whose_modules_vllm_renames_is_not_judged(tmp_path: Path):
+    settings = {**FP8, "modules_to_not_convert": LEFT_OUT}
+    config = serve_config(
+        [
+            *(str(folder_of(checkpoint_path(), tmp_path / "made", settings)), "--dtype", "bfloat16"),
+            *("--max-model-len", "512", "--speculative-config", json.dumps(MTP)),
+        ]
+    )
+    ask = asker(config)
+    assert ask is not None
+    assert ask("model.mtp_layers.0.mlp.up_proj") == Answer("model.mtp_layers.0.mlp.up_proj", None)
+    assert ask("mtp.layers.0.mlp.up_proj") == Answer("mtp.layers.0.mlp.gate_up_proj", quantised=False)
+    assert ask("model.layers.9.mlp.up_proj") == Answer("model.layers.9.mlp.gate_up_proj", quantised=True)

@@ -18,6 +18,8 @@ _EXPERTS = re.compile(r"(?P<module>(?:.*\.)?experts)\.(?P<rest>.+)")
 _LINEAR = re.compile(r"(?P<module>.*\.(?:fc|\w*proj\w*))\.(?P<rest>\w+)")
 _UNTOLD = "eh_proj"
 """The projection of some heads is quantised in vLLM and of others never, whatever their settings say."""
+_SAME_NAME = re.compile(r"mtp\.|model\.layers\.\d+\.")
+"""Modules that vLLM's heads call what the checkpoint calls them; other heads number or nest them anew."""
 _WEIGHT = re.compile(r"(?:^|[._])q?weight(?:_packed)?$|proj(?:_blocks)?$")
 _SCALE = re.compile(r"(?:^|[._])(?:qweight|qzeros|scales|weight_(?:packed|scale|zero_point)\w*)$")
 
@@ -106,7 +108,7 @@ def quantisation_findings(
     elif modules:
         yield Finding(
             check="quantisation", level="warning",
-            cause=f"this vLLM does not tell which modules it would load as quantised ({method or 'no method found'})",
+            cause=f"it cannot be told which of the head's modules vLLM would load as quantised ({method})",
             remedy="watch AL after the start: a head that is loaded wrongly stays at 1",
         )  # fmt: skip
 
@@ -144,8 +146,10 @@ def asker(vllm_config: Any) -> Callable[[str], Answer] | None:
 
     def ask(module: str) -> Answer:
         renamed = mapper.apply_list([module])[0] if mapper is not None else module
+        if not _SAME_NAME.match(renamed):
+            return Answer(renamed, None)
         parent, _, last = renamed.rpartition(".")
-        prefix = f"{parent}.{fused.get(last, last)}" if parent else renamed
+        prefix = f"{parent}.{fused.get(last, last)}"
         if last == "fc" and settings.get_name() == "modelopt_fp4":
             return Answer(prefix, quantised=False)  # vLLM's Qwen heads leave it out, whatever the settings say
         return _answer(vllm_config, settings, prefix)
