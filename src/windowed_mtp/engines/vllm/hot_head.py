@@ -8,6 +8,7 @@ from typing import Any
 
 from windowed_mtp.engines.vllm.config import HotVocabularyConfig, PluginConfig, PluginError
 from windowed_mtp.engines.vllm.hot_rows import HotLogits, HotRows, tensor_rank
+from windowed_mtp.engines.vllm.hot_watch import HotWatch, take_off
 from windowed_mtp.errors import WindowedMTPError
 from windowed_mtp.vocab import HotVocabulary
 
@@ -45,6 +46,8 @@ def install_hot_head(runner: Any, config: HotVocabularyConfig) -> list[HotLogits
         setattr(runner, _HELD, held)
         for each in held:
             each.put_on()
+        if held:
+            HotWatch(runner, model, _rows_of(held)).put_on(runner)
         if held and _has_top_tokens(runner, drafter):
             drafter.use_local_argmax_reduction = True
             _say("info", "Hot vocabulary: greedy drafts choose among the hot logits (use_local_argmax_reduction).")
@@ -82,6 +85,7 @@ def remove_hot_head(runner: Any) -> None:
     for each in held:
         each.take_off()
     if held:
+        take_off(runner)
         configured = runner.vllm_config.speculative_config.use_local_argmax_reduction
         drafter_of(runner).use_local_argmax_reduction = configured
     if hasattr(runner, _HELD):
@@ -91,7 +95,7 @@ def remove_hot_head(runner: Any) -> None:
 def refresh_hot_head(worker: Any, file: str | None = None) -> None:
     """Read the ranking anew, in a running engine; to be called on every rank, by vLLM's ``collective_rpc``.
 
-    It is needed as well once an engine's weights have been replaced, as the hot rows are a copy of them.
+    It reads the rows anew as well, which else happens by itself: see `HotWatch`.
 
     Parameters
     ----------
@@ -114,8 +118,12 @@ def refresh_hot_head(worker: Any, file: str | None = None) -> None:
     if file is not None:
         config = replace(config, file=file)
     ids = _read(config, runner.vllm_config.model_config, installed[0].processor.org_vocab_size)
-    for rows in {id(each): each for each in installed[0].rows.values()}.values():
-        rows.refresh(ids)
+    for rows in _rows_of(installed):
+        rows.take(ids)
+
+
+def _rows_of(logits: Sequence[HotLogits]) -> list[HotRows]:
+    return list({id(rows): rows for each in logits for rows in each.rows.values()}.values())
 
 
 def output_heads(model: Any) -> list[Any]:

@@ -1,0 +1,6 @@
+"""Tests on a GPU; what they share is found by its name."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
