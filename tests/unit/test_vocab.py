@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from windowed_mtp.errors import VocabularyError
 from windowed_mtp.reference import checkpoint_path
-from windowed_mtp.vocab import HotVocabulary, OnlineCounts, TokenizerIdentity, hot_ids
+from windowed_mtp.vocab import HotVocabulary, OnlineCounts, TokenizerIdentity, hot_ids, left_out
 from windowed_mtp.vocab.count import count_tokens, pieces
 
 
@@ -45,9 +45,9 @@ def test_the_size_is_exact_and_the_order_of_claims_is_kept(data: st.DataObject):
         (0, {}, "is 0, but it must be from 1 to the model's 8 tokens"),
         (9, {}, "is 9, but"),
         (2.5, {}, "must be a whole number"),
-        (4, {"ranked": [8]}, "has token 8, but the model's 8 tokens are 0 to 7"),
+        (4, {"ranked": [-8]}, "has token -8, but ids begin with 0"),
         (4, {"special": [-1]}, "has token -1"),
-        (4, {"always": [11]}, "has token 11"),
+        (4, {"always": [-2]}, "has token -2"),
         (2, {"special": [1], "always": [2, 3]}, "of 2 cannot hold the 3 tokens"),
     ],
 )
@@ -192,6 +192,19 @@ def test_bad_emitted_ids():
     with pytest.raises(VocabularyError, match="token -1"):
         OnlineCounts().update([3, -1])
     counts = OnlineCounts(interval=1)
-    counts.update([12])
-    with pytest.raises(VocabularyError, match="has token 12, but the model's 10"):
-        counts.ids(2, 10)
+    counts.update([12, 9])
+    assert counts.ids(2, 10) == [0, 9], "12 is left out"
+
+
+def test_ids_beyond_the_output_heads_rows_are_left_out(vocabulary: HotVocabulary):
+    assert hot_ids(4, 8, [20, 7, 8], special=[9, 2], always=[8, 3]) == [0, 2, 3, 7]
+    assert hot_ids(8, 8, [20], special=[9]) == list(range(8))
+    assert vocabulary.ids(3, 1000) == [0, 4, 9] and vocabulary.ids(5, 1000) == [0, 1, 4, 6, 9]
+    online = OnlineCounts(vocabulary, special=[1500], interval=1)
+    online.update([1700])
+    assert online.ids(3, 1000) == [0, 4, 9]
+    for ranking, beyond in ((vocabulary, 1), (online, 2)):
+        assert ranking.beyond(1000) == beyond and ranking.beyond(2001) == 0
+        assert left_out(ranking, 2001) is None
+        text = left_out(ranking, 1000)
+        assert text is not None and f"from 1000 on are left out of the hot vocabulary ({beyond} of them)" in text

@@ -191,7 +191,7 @@ class HotVocabulary(Record):
         size : int
             Number of ids, 1 to ``vocab_size``.
         vocab_size : int
-            Rows V of the output head, which may be more than the tokenizer has.
+            Rows V of the output head, which may be more than the tokenizer has, or fewer.
         always : iterable of int
             Ids that are in beside the special tokens.
 
@@ -203,9 +203,13 @@ class HotVocabulary(Record):
         Raises
         ------
         VocabularyError
-            If the size or an id is out of range, or the ids that are always in are more than the size.
+            If the size is out of range, an id is negative, or the ids that are always in are more than the size.
         """
         return hot_ids(size, vocab_size, self.ranked, special=self.special, always=always)
+
+    def beyond(self, vocab_size: int) -> int:
+        """Count its tokens that an output head of so many rows does not have: they are never hot."""
+        return sum(token >= vocab_size for token in {*self.special, *self.ranked})
 
     def update(self, ids: Iterable[int]) -> bool:
         """Leave the ranking as it is, whatever the target emitted; always False."""

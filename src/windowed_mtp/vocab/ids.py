@@ -22,6 +22,9 @@ class Ranking(Protocol):
     def version(self) -> int:
         """Grows by one whenever `ids` may give something else than before."""
 
+    def beyond(self, vocab_size: int) -> int:
+        """Count its ids that an output head of so many rows does not have."""
+
     def ids(self, size: int, vocab_size: int, *, always: Iterable[int] = ()) -> list[int]:
         """Give exactly ``size`` ids, ascending."""
 
@@ -81,7 +84,7 @@ class HotSet:
         Raises
         ------
         VocabularyError
-            If the size is above ``vocab_size``, or an id is out of range.
+            If the size is above ``vocab_size``, or an id is negative.
         """
         tail = prompt[-self.prompt_tail :] if self.prompt_tail else ()
         return self.ranking.ids(self.size, vocab_size, always=tail)
@@ -96,6 +99,8 @@ def hot_ids(
     always: Iterable[int] = (),
 ) -> list[int]:
     """Choose the hot ids: the special tokens, what the caller insists on, the best ranked, then the lowest ids.
+
+    Ids of ``vocab_size`` and above, which the output head has no rows for, are left out.
 
     Parameters
     ----------
@@ -118,12 +123,11 @@ def hot_ids(
     Raises
     ------
     VocabularyError
-        If the size or an id is out of range, or the ids that are always in are more than the size.
+        If the size is out of range, an id is negative, or the ids that are always in are more than the size.
     """
     size = check_size(size, vocab_size)
-    ranked = list(ranked)
-    hot = set(map(operator.index, itertools.chain(special, always)))
-    check_ids(itertools.chain(hot, ranked), vocab_size)
+    ranked = _within(ranked, vocab_size)
+    hot = set(_within(itertools.chain(special, always), vocab_size))
     if len(hot) > size:
         raise VocabularyError(
             f"a hot vocabulary of {size} cannot hold the {len(hot)} tokens that are always in it; ask for a larger one."
@@ -158,18 +162,27 @@ def check_size(size: int, vocab_size: int | None = None) -> int:
     return number
 
 
-def check_ids(ids: Iterable[int], vocab_size: int) -> None:
-    """Check that ids belong to a vocabulary.
+def left_out(ranking: Ranking, vocab_size: int) -> str | None:
+    """Say that a model's output head lacks some of a ranking's tokens; ``None`` if it has them all.
 
-    Raises
-    ------
-    VocabularyError
-        Naming the first id that is below 0, or not below ``vocab_size``.
+    Parameters
+    ----------
+    ranking : Ranking
+        What is hot.
+    vocab_size : int
+        Rows V of the output head.
     """
-    ids = list(ids)
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        token = next(token for token in ids if not 0 <= token < vocab_size)
-        raise VocabularyError(
-            f"the hot vocabulary has token {token}, but the model's {vocab_size} tokens are 0 to {vocab_size - 1}; "
-            "make it with the model's own tokenizer."
-        )
+    beyond = ranking.beyond(vocab_size)
+    if not beyond:
+        return None
+    return (
+        f"tokens from {vocab_size} on are left out of the hot vocabulary ({beyond} of them), as the model's output "
+        f"head has {vocab_size} rows."
+    )
+
+
+def _within(ids: Iterable[int], vocab_size: int) -> list[int]:
+    made = list(map(operator.index, ids))
+    if made and min(made) < 0:
+        raise VocabularyError(f"the hot vocabulary has token {min(made)}, but ids begin with 0; make it anew.")
+    return [token for token in made if token < vocab_size]

@@ -96,6 +96,10 @@ class OnlineCounts:
         ranked = [*self._ranked, *(self.base.ranked if self.base else ())]
         return hot_ids(size, vocab_size, ranked, special=self.special, always=always)
 
+    def beyond(self, vocab_size: int) -> int:
+        """Count the tokens, of the base and the special ones, that an output head of so many rows does not have."""
+        return sum(token >= vocab_size for token in {*self.special, *(self.base.ranked if self.base else ())})
+
     def _refresh(self) -> None:
         self._ranked = sorted(self._counts, key=lambda token: (-self._counts[token], token))[: self.capacity]
         self._counts = {token: self._counts[token] * self.decay for token in self._ranked}

@@ -10,7 +10,7 @@ from windowed_mtp.engines.vllm.config import HotVocabularyConfig, PluginConfig, 
 from windowed_mtp.engines.vllm.hot_rows import HotLogits, HotRows, tensor_rank
 from windowed_mtp.engines.vllm.hot_watch import HotWatch, take_off
 from windowed_mtp.errors import WindowedMTPError
-from windowed_mtp.vocab import HotVocabulary
+from windowed_mtp.vocab import HotVocabulary, left_out
 
 METHODS = ("mtp", "eagle", "eagle3")
 """Drafters whose output head is the target's, or one like it."""
@@ -64,7 +64,7 @@ def _make(runner: Any, model: Any, config: HotVocabularyConfig) -> list[HotLogit
     if reason is not None:
         _say("warning", f"Hot vocabulary: the draft's output head is left alone, as {reason}.")
         return []
-    vocab_size = processors[0].org_vocab_size
+    vocab_size = min(each.org_vocab_size for each in (*processors, *heads))
     ids = _read(config, runner.vllm_config.model_config, vocab_size)
     if len(ids) == vocab_size:
         _say("info", f"Hot vocabulary: all {vocab_size} rows are hot, so the draft's output head stays as it is.")
@@ -117,7 +117,8 @@ def refresh_hot_head(worker: Any, file: str | None = None) -> None:
         raise PluginError("no hot rows are in force, so there are none to refresh; the log says why.")
     if file is not None:
         config = replace(config, file=file)
-    ids = _read(config, runner.vllm_config.model_config, installed[0].processor.org_vocab_size)
+    vocab_size = min(each.org_vocab_size for logits in installed for each in (logits.processor, *logits.rows))
+    ids = _read(config, runner.vllm_config.model_config, vocab_size)
     for rows in _rows_of(installed):
         rows.take(ids)
 
@@ -202,9 +203,12 @@ def _read(config: HotVocabularyConfig, model_config: Any, vocab_size: int) -> li
         tokenizer = cached_tokenizer_from_config(model_config)
         if tokenizer is not None:
             vocabulary.check_tokenizer(tokenizer)
-        return vocabulary.ids(config.size, vocab_size)
+        ids, text = vocabulary.ids(config.size, vocab_size), left_out(vocabulary, vocab_size)
     except WindowedMTPError as error:
         raise PluginError(f'additional_config["windowed_mtp"]["hot_vocabulary"]: {error}') from None
+    if text is not None:
+        _say("warning", f"Hot vocabulary: {text}")
+    return ids
 
 
 def _say(level: str, text: str) -> None:
