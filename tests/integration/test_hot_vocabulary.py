@@ -49,7 +49,7 @@ def stale() -> HotSet:
 
 
 def following() -> HotSet:
-    return HotSet(OnlineCounts(special=[0], interval=3), size=12, prompt_tail=5)
+    return HotSet(OnlineCounts(always=[0], interval=3), size=12, prompt_tail=5)
 
 
 HOT_SETS = {"only specials": only_specials, "random": at_random, "stale": stale, "following": following}
@@ -251,7 +251,7 @@ def refused(match: str, make: Any) -> None:
         (-3, {}, "size is -3"),
         (2.5, {}, "must be a whole number"),
         (4, {"prompt_tail": -1}, "prompt_tail is -1"),
-        (4, {"prompt_tail": 4}, "cannot hold 1 special tokens and 4 of the prompt; ask for at least 5"),
+        (4, {"prompt_tail": 4}, "cannot hold 1 special and single-byte tokens and 4 of the prompt; ask for at least 5"),
     ],
 )
 def test_bad_sizes(size: Any, options: dict[str, Any], match: str):

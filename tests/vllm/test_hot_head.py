@@ -182,6 +182,18 @@ def test_choosing_among_hot_logits_proposes_what_full_rows_do(target: Any, files
     assert made[True] == made[False] and len(tokens_of(made[True])) > 15
 
 
+def test_each_byte_is_hot_whatever_the_file_says(hot: Any, files: Any, tmp_path: Any):
+    """A file of before does not say which tokens are a single byte; the engine's tokenizer does."""
+    file = HotVocabulary.load(files["wrong"][0])
+    older = tmp_path / "older.json"
+    older.write_text(file.model_dump_json(exclude={"byte_tokens"}))
+    [rows] = set(runner_of(hot).windowed_mtp_hot_logits[0].rows.values())
+    for name in (str(older), files["wrong"][0]):
+        hot.collective_rpc(refresh_hot_head, args=(name,))
+        assert rows.ids.tolist() == files["wrong"][1]
+    assert len(file.byte_tokens) == 256 and set(file.byte_tokens) <= set(files["wrong"][1])
+
+
 def test_a_file_that_is_of_no_use_changes_nothing(hot: Any, files: Any, tmp_path: Any):
     other = tmp_path / "other.json"
     with open(files["counted"][0]) as file:

@@ -26,7 +26,7 @@ LONGEST_TAIL = 256
 RANKINGS: dict[str, Callable[[HotVocabulary, int], HotSet]] = {
     "file": HotSet,
     "file and prompt": lambda file, size: HotSet(
-        file, size, prompt_tail=min(LONGEST_TAIL, (size - len(file.special)) // 2)
+        file, size, prompt_tail=min(LONGEST_TAIL, (size - len(file.always)) // 2)
     ),
     "online": lambda file, size: HotSet(OnlineCounts(file, interval=INTERVAL), size),
 }

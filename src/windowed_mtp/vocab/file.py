@@ -57,6 +57,8 @@ class HotVocabulary(Record):
         The tokenizer.
     special : tuple of int
         Ids of its special tokens, ascending.
+    byte_tokens : tuple of int or None
+        Ids of its tokens of a single byte, ascending; ``None`` in a file that does not say: see `completed`.
     ranked : tuple of int
         Ids that were counted, the most frequent first; of equally frequent ones the lowest first.
     counts : tuple of int
@@ -72,12 +74,14 @@ class HotVocabulary(Record):
     kind: Literal["hot vocabulary"] = "hot vocabulary"
     tokenizer: TokenizerIdentity
     special: tuple[int, ...]
+    byte_tokens: tuple[int, ...] | None = None
     ranked: tuple[int, ...]
     counts: tuple[int, ...]
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name, ids in (("special", self.special), ("ranked", self.ranked)):
+        bytes_ = self.byte_tokens or ()
+        for name, ids in (("special", self.special), ("byte_tokens", bytes_), ("ranked", self.ranked)):
             if len(set(ids)) < len(ids):
                 raise ValueError(f"{name} has a token twice")
             if ids and not 0 <= min(ids) <= max(ids) < self.tokenizer.size:
@@ -89,6 +93,11 @@ class HotVocabulary(Record):
         if any(a < b for a, b in zip(self.counts, (*self.counts[1:], 1), strict=False)):
             raise ValueError("counts must be above 0 and must not grow")
         return self
+
+    @property
+    def always(self) -> frozenset[int]:
+        """Ids that are in whatever their rank: special tokens, and those of a single byte, of which any text is."""
+        return frozenset((*self.special, *(self.byte_tokens or ())))
 
     @property
     def version(self) -> int:
@@ -116,6 +125,7 @@ class HotVocabulary(Record):
             return cls(
                 tokenizer=TokenizerIdentity.of(tokenizer),
                 special=tuple(special_ids(tokenizer)),
+                byte_tokens=tuple(byte_ids(tokenizer)),
                 ranked=tuple(token for _, token in found),
                 counts=tuple(n for n, _ in found),
             )
@@ -183,6 +193,24 @@ class HotVocabulary(Record):
                 "make another with windowed-mtp vocab count."
             )
 
+    def completed(self, tokenizer: Any) -> Self:
+        """Check that ids mean the same to a tokenizer, and take from it what the file does not say.
+
+        Parameters
+        ----------
+        tokenizer : PreTrainedTokenizerBase
+            The tokenizer in use.
+
+        Raises
+        ------
+        VocabularyError
+            If it is another one than this was made with.
+        """
+        self.check_tokenizer(tokenizer)
+        if self.byte_tokens is not None:
+            return self
+        return self.model_copy(update={"byte_tokens": tuple(byte_ids(tokenizer))})
+
     def ids(self, size: int, vocab_size: int, *, always: Iterable[int] = ()) -> list[int]:
         """Give the hot ids of a size: see `hot_ids`.
 
@@ -193,7 +221,7 @@ class HotVocabulary(Record):
         vocab_size : int
             Rows V of the output head, which may be more than the tokenizer has, or fewer.
         always : iterable of int
-            Ids that are in beside the special tokens.
+            Ids that are in beside the special tokens and those of a single byte.
 
         Returns
         -------
@@ -205,11 +233,11 @@ class HotVocabulary(Record):
         VocabularyError
             If the size is out of range, an id is negative, or the ids that are always in are more than the size.
         """
-        return hot_ids(size, vocab_size, self.ranked, special=self.special, always=always)
+        return hot_ids(size, vocab_size, self.ranked, always=(*self.always, *always))
 
     def beyond(self, vocab_size: int) -> int:
         """Count its tokens that an output head of so many rows does not have: they are never hot."""
-        return sum(token >= vocab_size for token in {*self.special, *self.ranked})
+        return sum(token >= vocab_size for token in self.always.union(self.ranked))
 
     def update(self, ids: Iterable[int]) -> bool:
         """Leave the ranking as it is, whatever the target emitted; always False."""
@@ -217,7 +245,7 @@ class HotVocabulary(Record):
 
     def coverage(self, size: int) -> float:
         """Share of the counted tokens that the hot ids of a size include; NaN where nothing was counted."""
-        hot = set(hot_ids(size, max(size, self.tokenizer.size), self.ranked, special=self.special))
+        hot = set(hot_ids(size, max(size, self.tokenizer.size), self.ranked, always=self.always))
         total = sum(self.counts)
         covered = sum(n for token, n in zip(self.ranked, self.counts, strict=True) if token in hot)
         return covered / total if total else float("nan")
@@ -227,6 +255,33 @@ def special_ids(tokenizer: Any) -> list[int]:
     """Ids of a tokenizer's special tokens, ascending: those with a role, and those marked special."""
     marked = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return sorted(marked | set(tokenizer.all_special_ids))
+
+
+def byte_ids(tokenizer: Any) -> list[int]:
+    """Ids of a tokenizer's tokens of a single byte, ascending: what any text can be written with.
+
+    Tokenizers that fall back to bytes call them ``<0x00>`` to ``<0xFF>``. Byte-level ones stand for each byte by a
+    letter: a printable one of Latin-1 by itself, and the others, in their order, by those from U+0100 on (as first in
+    GPT-2's). A letter is known to stand for a byte if the tokenizer reads that of a line feed as one.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+        A tokenizer of transformers.
+    """
+    vocabulary = tokenizer.get_vocab()
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    if not any(name in vocabulary for name in names):
+        names = _byte_letters()
+        if names[10] not in vocabulary or tokenizer.convert_tokens_to_string([names[10]]) != "\n":
+            return []
+    return sorted(vocabulary[name] for name in names if name in vocabulary)
+
+
+def _byte_letters() -> list[str]:
+    shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return [chr(byte if byte in shown else 256 + hidden.index(byte)) for byte in range(256)]
 
 
 def _first(error: ValidationError) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +15,8 @@ class Ranking(Protocol):
     """Something that names the hot ids for a size: a file, or counts that grow while an engine runs."""
 
     @property
-    def special(self) -> Sequence[int]:
-        """Ids that are always in."""
+    def always(self) -> Collection[int]:
+        """Ids that are in whatever their rank: special tokens, and those of a single byte."""
 
     @property
     def version(self) -> int:
@@ -41,14 +41,14 @@ class HotSet:
     ranking : Ranking
         A `HotVocabulary`, or `OnlineCounts`.
     size : int
-        Number of tokens, special ones included.
+        Number of tokens, with the special ones and those of a single byte.
     prompt_tail : int
         Number of tokens at the prompt's end that are in, whatever their rank.
 
     Raises
     ------
     VocabularyError
-        If a number is out of its range, or the special tokens and the prompt's end may be more than the size.
+        If a number is out of its range, or what is always in and the prompt's end may be more than the size.
     """
 
     ranking: Ranking
@@ -59,11 +59,13 @@ class HotSet:
         check_size(self.size)
         if not isinstance(self.prompt_tail, int) or self.prompt_tail < 0:
             raise VocabularyError(f"prompt_tail is {self.prompt_tail!r}, but it must be a whole number of at least 0.")
-        least = len(self.ranking.special) + self.prompt_tail
-        if self.size < least:
+        always = len(self.ranking.always)
+        if self.size < always + self.prompt_tail:
+            of_prompt = f" and {self.prompt_tail} of the prompt" if self.prompt_tail else ""
+            or_less = ", or a smaller prompt_tail" if self.prompt_tail else ""
             raise VocabularyError(
-                f"a hot vocabulary of {self.size} cannot hold {len(self.ranking.special)} special tokens and "
-                f"{self.prompt_tail} of the prompt; ask for at least {least}, or a smaller prompt_tail."
+                f"a hot vocabulary of {self.size} cannot hold {always} special and single-byte tokens{of_prompt}; "
+                f"ask for at least {always + self.prompt_tail}{or_less}."
             )
 
     def ids(self, vocab_size: int, prompt: Sequence[int] = ()) -> list[int]:
@@ -95,10 +97,9 @@ def hot_ids(
     vocab_size: int,
     ranked: Iterable[int] = (),
     *,
-    special: Iterable[int] = (),
     always: Iterable[int] = (),
 ) -> list[int]:
-    """Choose the hot ids: the special tokens, what the caller insists on, the best ranked, then the lowest ids.
+    """Choose the hot ids: those that are always in, the best ranked, then the lowest ids.
 
     Ids of ``vocab_size`` and above, which the output head has no rows for, are left out.
 
@@ -110,10 +111,8 @@ def hot_ids(
         Rows V of the output head.
     ranked : iterable of int
         Ids, the most frequent first.
-    special : iterable of int
-        Ids of the special tokens, which are always in.
     always : iterable of int
-        Other ids that are always in, such as those at a prompt's end; repetitions count once.
+        Ids that are in whatever their rank; repetitions count once.
 
     Returns
     -------
@@ -127,7 +126,7 @@ def hot_ids(
     """
     size = check_size(size, vocab_size)
     ranked = _within(ranked, vocab_size)
-    hot = set(_within(itertools.chain(special, always), vocab_size))
+    hot = set(_within(always, vocab_size))
     if len(hot) > size:
         raise VocabularyError(
             f"a hot vocabulary of {size} cannot hold the {len(hot)} tokens that are always in it; ask for a larger one."

@@ -202,7 +202,7 @@ def _read(config: HotVocabularyConfig, model_config: Any, vocab_size: int) -> li
         vocabulary = HotVocabulary.load(config.file)
         tokenizer = cached_tokenizer_from_config(model_config)
         if tokenizer is not None:
-            vocabulary.check_tokenizer(tokenizer)
+            vocabulary = vocabulary.completed(tokenizer)
         ids, text = vocabulary.ids(config.size, vocab_size), left_out(vocabulary, vocab_size)
     except WindowedMTPError as error:
         raise PluginError(f'additional_config["windowed_mtp"]["hot_vocabulary"]: {error}') from None
