@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_eagle3
+import torch
 from integration import test_cli
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -84,6 +85,7 @@ def test_the_help_fits_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch, com
     ("options", "size", "tail"),
     [
         ([], ALWAYS, 0),
+        (["--hot-vocabulary", "map.pt", "--hot-size", 400], 400, 0),
         (["--hot-size", 400, "--native"], 400, 0),
         (["--hot-size", 410, "--hot-prompt-tail", 5, "--window", 8, "--keep", "ring"], 410, 5),
     ],
@@ -92,7 +94,9 @@ def test_the_help_fits_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch, com
 def test_a_file_says_what_is_proposed(
     run: Run, hot: HotVocabulary, steps: list[StepEvent], options: list[object], size: int, tail: int
 ):
-    outcome = generate(run, "--hot-vocabulary", "hot.json", *options)
+    file = "map.pt" if "map.pt" in options else "hot.json"
+    torch.save(torch.tensor(RANKED), "map.pt")
+    outcome = generate(run, *([] if "map.pt" in options else ["--hot-vocabulary", file]), *options)
     end = AutoTokenizer.from_pretrained(CHECKPOINT)(PROMPT).input_ids[-tail:] if tail else []
     proposed = {token for step in steps for token in step.proposed}
     assert proposed and proposed <= set(hot.ids(size, VOCAB, always=end))
@@ -100,10 +104,10 @@ def test_a_file_says_what_is_proposed(
         assert not proposed <= set(hot.ids((ALWAYS + size) // 2, VOCAB)), "a smaller set would have done"
     copied = f"{size * HIDDEN * 4 / 1024:.1f} KiB copied\n"
     also = f", and the prompt's last {tail}" if tail else ""
-    assert f"; hot vocabulary: {size} of 2,048 tokens, by hot.json{also}; {copied}" in outcome.err
+    assert f"; hot vocabulary: {size} of 2,048 tokens, by {file}{also}; {copied}" in outcome.err
     assert ("no window (every key is read)" in outcome.err) == ("--native" in options)
     assert settings() == {
-        "hot_vocabulary": "hot.json",
+        "hot_vocabulary": file,
         "hot_size": size,
         "hot_prompt_tail": tail,
         "hot_online": False,
@@ -178,6 +182,7 @@ def test_a_file_that_is_wrong_on_purpose_is_lossless(
         (["--hot-vocabulary", "hot.json", "--hot-size", "256"], "a hot vocabulary of 256 cannot hold 257 special and"),
         (["--hot-vocabulary", "none.json"], "cannot read 'none.json'"),
         (["--hot-vocabulary", "."], "cannot read '.'"),
+        (["--hot-vocabulary", "list.json"], "'list.json' is no token map: it must be a list or tensor of token ids"),
         (["--hot-vocabulary", "result.json"], "'result.json' is no hot vocabulary of this version"),
         (["--hot-vocabulary", "other.json"], "was made with the tokenizer of 'words'"),
         (
@@ -193,6 +198,7 @@ def test_a_mistake_is_one_sentence_before_the_model_is_loaded(
 ):
     words = TokenizerIdentity(name="words", size=97, sha256="0")
     HotVocabulary(tokenizer=words, special=(), ranked=(4,), counts=(1,)).save("other.json")
+    Path("list.json").write_text('["a", "b"]')
     Path("result.json").write_text(json.dumps({"kind": "decode"}))
     Path("prompts.txt").write_text(PROMPT)
     tiny_eagle3.save(Path("drafter"), "draft-vocabulary")

@@ -65,6 +65,12 @@ def test_count_then_show(run: Run, text: Path, tmp_path: Path):
     assert (shown.code, shown.out) == (0, counted.out)
 
 
+def test_a_token_map_is_shown_as_one(run: Run, tmp_path: Path):
+    (tmp_path / "map.json").write_text("[5, 3, 9]")
+    shown = run("show", tmp_path / "map.json")
+    assert (shown.code, shown.out) == (0, "a token map of 3 tokens; it says neither counts nor a tokenizer\n")
+
+
 def test_coverage(run: Run, text: Path, tmp_path: Path):
     hot, out = tmp_path / "hot.json", tmp_path / "out.json"
     run("count", "--tokenizer", CHECKPOINT, text, "-o", hot)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
@@ -182,6 +183,70 @@ def test_bad_counts():
     for counts in ({2048: 1}, {-1: 1}, {3: -1}):
         with pytest.raises(VocabularyError, match="the counts make no hot vocabulary"):
             HotVocabulary.from_counts(counts, tokenizer=tokenizer())
+
+
+def _saved(content: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        _saved([700, 4, 300, 4, 2100]),
+        _saved(torch.tensor([700, 4, 300, 2100])),
+        _saved(torch.tensor([[700], [4], [300], [2100]], dtype=torch.int32)),
+        _saved([700, 4, 300, 2100], _use_new_zipfile_serialization=False),
+        b" [700, 4, 300, 4, 2100]\n",
+    ],
+    ids=["list", "tensor", "column", "old torch", "json"],
+)
+def test_token_maps_of_other_engines(tmp_path: Path, content: bytes):
+    (tmp_path / "map").write_bytes(content)
+    made = HotVocabulary.load(tmp_path / "map")
+    assert made.ranked == (700, 4, 300, 2100) and made.is_token_map and not made.always
+    assert made.ids(3, 2048) == [4, 300, 700] and made.beyond(2048) == 1
+    made.check_tokenizer(tokenizer())
+    whole = made.completed(tokenizer())
+    assert not whole.is_token_map and whole.special == (0,) and len(whole.always) == 257
+    assert set(whole.ids(259, 2048)) == {*whole.always, 300, 700}
+    larger = tokenizer()
+    larger.add_tokens(["<one more>"])
+    with pytest.raises(VocabularyError, match="was made with the tokenizer of"):
+        whole.check_tokenizer(larger)
+
+
+class Unsafe:
+    """What would run something as it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("a file's code was run",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        _saved({"ids": [1, 2]}),
+        _saved([1, 2.5]),
+        _saved(torch.tensor([1.0, 2.0])),
+        _saved([1, -2]),
+        _saved([]),
+        _saved(Unsafe()),
+        _saved([1, 2])[:40],
+        b"\x80\x02never a pickle",
+        b"[1, 2",
+        b"[]",
+        b"[[1], [2]]",
+        b"[true, false]",
+    ],
+    ids=["dict", "float", "tensor", "negative", "empty", "code", "cut", "pickle", "json", "none", "nested", "bool"],
+)
+def test_malformed_token_maps_are_one_sentence(tmp_path: Path, content: bytes):
+    (tmp_path / "map.pt").write_bytes(content)
+    with pytest.raises(VocabularyError, match=r"map.pt' is no token map: it must be a list or tensor") as caught:
+        HotVocabulary.load(tmp_path / "map.pt")
+    assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path):

@@ -183,12 +183,14 @@ def test_choosing_among_hot_logits_proposes_what_full_rows_do(target: Any, files
 
 
 def test_each_byte_is_hot_whatever_the_file_says(hot: Any, files: Any, tmp_path: Any):
-    """A file of before does not say which tokens are a single byte; the engine's tokenizer does."""
+    """Neither a file of before nor a token map says which tokens are a single byte; the engine's tokenizer does."""
     file = HotVocabulary.load(files["wrong"][0])
     older = tmp_path / "older.json"
     older.write_text(file.model_dump_json(exclude={"byte_tokens"}))
     [rows] = set(runner_of(hot).windowed_mtp_hot_logits[0].rows.values())
-    for name in (str(older), files["wrong"][0]):
+    as_a_map = tmp_path / "map.pt"
+    torch.save(list(file.ranked), as_a_map)
+    for name in (str(older), str(as_a_map), files["wrong"][0]):
         hot.collective_rpc(refresh_hot_head, args=(name,))
         assert rows.ids.tolist() == files["wrong"][1]
     assert len(file.byte_tokens) == 256 and set(file.byte_tokens) <= set(files["wrong"][1])

@@ -27,7 +27,7 @@ HotVocabularyFile = Annotated[
         PANEL,
         "--hot-vocabulary",
         "FILE",
-        "Let the draft propose likely tokens only, ranked by a file that vocab count made.",
+        "Let the draft propose likely tokens only, by a file of vocab count or a token map.",
     ),
 ]
 HotSize = Annotated[

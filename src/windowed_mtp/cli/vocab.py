@@ -61,7 +61,9 @@ def count(
 
 
 def show(
-    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="A file that vocab count wrote.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", show_default=False, help="A file that vocab count wrote, or a token map.")
+    ],
 ) -> int:
     """Say what a hot vocabulary was made with, and how many of the counted tokens each size covers."""
     from windowed_mtp.vocab import HotVocabulary
@@ -72,7 +74,9 @@ def show(
 
 def coverage(
     model: options.Model,
-    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="A file that vocab count wrote.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", show_default=False, help="A file that vocab count wrote, or a token map.")
+    ],
     texts: Annotated[
         list[Path] | None, typer.Argument(metavar="TEXT...", show_default=False, help="Text files to prompt with.")
     ] = None,
@@ -166,6 +170,9 @@ def _workloads() -> dict[str, str]:
 
 def _describe(vocabulary: HotVocabulary) -> None:
     identity = vocabulary.tokenizer
+    if vocabulary.is_token_map:
+        output.say(f"a token map of {len(vocabulary.ranked):,} tokens; it says neither counts nor a tokenizer")
+        return
     single = "" if vocabulary.byte_tokens is None else f" and {len(vocabulary.byte_tokens)} single bytes"
     output.say(
         f"tokenizer {identity.name}, {identity.size:,} tokens, {len(vocabulary.special)} of them special{single}; "

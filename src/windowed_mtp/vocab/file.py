@@ -15,6 +15,7 @@ from windowed_mtp.errors import VocabularyError
 from windowed_mtp.files import write_atomically
 from windowed_mtp.results import Record
 from windowed_mtp.vocab.ids import hot_ids
+from windowed_mtp.vocab.token_map import is_token_map, read_token_map
 
 
 class TokenizerIdentity(Record):
@@ -27,7 +28,7 @@ class TokenizerIdentity(Record):
     size : int
         Number of ids: the largest one, plus 1.
     sha256 : str
-        Hash over every token with its id, and over which ids are special.
+        Hash over every token with its id, and over which ids are special; empty for a token map, which does not say.
     """
 
     name: str
@@ -134,17 +135,27 @@ class HotVocabulary(Record):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file.
+        """Read a file: a ranking of ``windowed-mtp vocab count``, or a token map.
+
+        A token map is what others call a list of a draft's tokens, the most frequent first: saved by torch, as a list
+        or tensor of ids (SGLang's ``--speculative-token-map``, FR-Spec), or a JSON list. It says neither counts nor
+        which tokenizer it is for, so special tokens are known only once it is `completed`.
 
         Raises
         ------
         VocabularyError
-            If it cannot be read, or holds no hot vocabulary of this version.
+            If it cannot be read, or holds neither a hot vocabulary of this version nor a token map.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            content = Path(path).read_bytes()
         except OSError as error:
             raise VocabularyError(f"cannot read {str(path)!r}: {error.strerror or error}; check the name.") from None
+        if is_token_map(content):
+            ids = read_token_map(content, str(path))
+            unknown = TokenizerIdentity(name="", size=max(ids) + 1, sha256="")
+            return cls(tokenizer=unknown, special=(), ranked=ids, counts=(1,) * len(ids))
+        try:
+            text = content.decode()
         except UnicodeDecodeError:
             raise VocabularyError(
                 f"{str(path)!r} is no hot vocabulary: it is not text; make one with windowed-mtp vocab count."
@@ -172,8 +183,13 @@ class HotVocabulary(Record):
                 f"cannot write {str(path)!r}: {error.strerror or error}; check the name and its permissions."
             ) from None
 
+    @property
+    def is_token_map(self) -> bool:
+        """Whether it was read from a token map, and not yet `completed`."""
+        return not self.tokenizer.sha256
+
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """Check that ids mean the same to a tokenizer.
+        """Check that ids mean the same to a tokenizer, as far as the file says: a token map does not.
 
         Parameters
         ----------
@@ -186,7 +202,7 @@ class HotVocabulary(Record):
             If it is another one than this was made with.
         """
         other = tokenizer if isinstance(tokenizer, TokenizerIdentity) else TokenizerIdentity.of(tokenizer)
-        if other.sha256 != self.tokenizer.sha256:
+        if not self.is_token_map and other.sha256 != self.tokenizer.sha256:
             raise VocabularyError(
                 f"the hot vocabulary was made with the tokenizer of {self.tokenizer.name!r} "
                 f"({self.tokenizer.size} tokens), but the one in use is {other.name!r} ({other.size} tokens): "
@@ -207,9 +223,12 @@ class HotVocabulary(Record):
             If it is another one than this was made with.
         """
         self.check_tokenizer(tokenizer)
-        if self.byte_tokens is not None:
-            return self
-        return self.model_copy(update={"byte_tokens": tuple(byte_ids(tokenizer))})
+        found: dict[str, Any] = {}
+        if self.is_token_map:
+            found = {"tokenizer": TokenizerIdentity.of(tokenizer), "special": tuple(special_ids(tokenizer))}
+        if self.byte_tokens is None:
+            found["byte_tokens"] = tuple(byte_ids(tokenizer))
+        return self.model_copy(update=found)
 
     def ids(self, size: int, vocab_size: int, *, always: Iterable[int] = ()) -> list[int]:
         """Give the hot ids of a size: see `hot_ids`.
