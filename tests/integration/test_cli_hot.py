@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_eagle3
+import torch
 from integration import test_cli
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,6 +23,8 @@ CHECKPOINT = str(checkpoint_path())
 PROMPT = "import json\n\n\ndef load(path):\n"
 NEW = 40
 VOCAB, HIDDEN = 2048, 256
+ALWAYS = 257
+"""Tokens of the bundled checkpoint that are always hot: the end of a text, and each byte."""
 RANKED = tuple(range(300, 600))
 WRONG = tuple(range(2000, 2040))
 Run = test_cli.Run
@@ -81,26 +84,30 @@ def test_the_help_fits_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch, com
 @pytest.mark.parametrize(
     ("options", "size", "tail"),
     [
-        ([], VOCAB // 8, 0),
-        (["--hot-size", 80, "--native"], 80, 0),
-        (["--hot-size", 90, "--hot-prompt-tail", 5, "--window", 8, "--keep", "ring"], 90, 5),
+        ([], ALWAYS, 0),
+        (["--hot-vocabulary", "map.pt", "--hot-size", 400], 400, 0),
+        (["--hot-size", 400, "--native"], 400, 0),
+        (["--hot-size", 410, "--hot-prompt-tail", 5, "--window", 8, "--keep", "ring"], 410, 5),
     ],
     ids=lambda options: " ".join(map(str, options)) if isinstance(options, list) else "",
 )
 def test_a_file_says_what_is_proposed(
     run: Run, hot: HotVocabulary, steps: list[StepEvent], options: list[object], size: int, tail: int
 ):
-    outcome = generate(run, "--hot-vocabulary", "hot.json", *options)
+    file = "map.pt" if "map.pt" in options else "hot.json"
+    torch.save(torch.tensor(RANKED), "map.pt")
+    outcome = generate(run, *([] if "map.pt" in options else ["--hot-vocabulary", file]), *options)
     end = AutoTokenizer.from_pretrained(CHECKPOINT)(PROMPT).input_ids[-tail:] if tail else []
     proposed = {token for step in steps for token in step.proposed}
     assert proposed and proposed <= set(hot.ids(size, VOCAB, always=end))
-    assert not proposed <= set(hot.ids(size // 2, VOCAB)), "a smaller set would have done"
+    if size > ALWAYS:
+        assert not proposed <= set(hot.ids((ALWAYS + size) // 2, VOCAB)), "a smaller set would have done"
     copied = f"{size * HIDDEN * 4 / 1024:.1f} KiB copied\n"
     also = f", and the prompt's last {tail}" if tail else ""
-    assert f"; hot vocabulary: {size} of 2,048 tokens, by hot.json{also}; {copied}" in outcome.err
+    assert f"; hot vocabulary: {size} of 2,048 tokens, by {file}{also}; {copied}" in outcome.err
     assert ("no window (every key is read)" in outcome.err) == ("--native" in options)
     assert settings() == {
-        "hot_vocabulary": "hot.json",
+        "hot_vocabulary": file,
         "hot_size": size,
         "hot_prompt_tail": tail,
         "hot_online": False,
@@ -112,10 +119,10 @@ def test_a_file_says_what_is_proposed(
 
 @pytest.mark.parametrize("options", [[], ["--hot-vocabulary", "hot.json"]], ids=["alone", "on a file"])
 def test_online_follows_the_output(run: Run, hot: HotVocabulary, steps: list[StepEvent], options: list[object]):
-    outcome = generate(run, "--hot-online", "--hot-size", 64, *options)
+    outcome = generate(run, "--hot-online", "--hot-size", 280, *options)
     order = "the output (32 tokens counted, anew every 32)" + (", then hot.json" if options else "")
-    assert f"; hot vocabulary: 64 of 2,048 tokens, by {order}; 64.0 KiB copied" in outcome.err
-    before = set(hot.ids(64, VOCAB)) if options else {*hot.special, *range(64)}
+    assert f"; hot vocabulary: 280 of 2,048 tokens, by {order}; 280.0 KiB copied" in outcome.err
+    before = set(hot.ids(280, VOCAB)) if options else {*hot.always, *range(280)}
     prompt = len(AutoTokenizer.from_pretrained(CHECKPOINT)(PROMPT).input_ids)
     early, late = (
         {token for step in steps if (step.length - prompt >= 32) == counted for token in step.proposed}
@@ -146,16 +153,16 @@ def test_a_file_that_is_wrong_on_purpose_is_lossless(
     Path("prompts.txt").write_text("def load(path): return open(path)")
     outcome = run(
         "verify-lossless", CHECKPOINT, "--prompts", "prompts.txt", "--max-new-tokens", 33, "--sampled-tokens", 80,
-        "--dtype", dtype, "--hot-vocabulary", "wrong.json", "--hot-size", 41, *options, "--json", "out.json",
+        "--dtype", dtype, "--hot-vocabulary", "wrong.json", "--hot-size", 297, *options, "--json", "out.json",
     )  # fmt: skip
     assert outcome.code == 0 and outcome.err == "" and outcome.out.endswith("lossless: yes\n")
-    assert "; hot vocabulary: 41 of 2,048 tokens, by " in outcome.out
+    assert "; hot vocabulary: 297 of 2,048 tokens, by " in outcome.out
     result = LosslessResult.load("out.json")
-    assert result.settings["hot_size"] == 41 and result.settings["hot_vocabulary"] == "wrong.json"
-    assert result.settings["hot_head_bytes"] == 41 * HIDDEN * (4 if dtype == "float32" else 2)
+    assert result.settings["hot_size"] == 297 and result.settings["hot_vocabulary"] == "wrong.json"
+    assert result.settings["hot_head_bytes"] == 297 * HIDDEN * (4 if dtype == "float32" else 2)
     assert result.rows[0].new_tokens == 33 and result.sampled.tokens >= 80
     if not options:
-        assert result.rows[0].acceptance_length < 1.2, "the file was to be wrong"
+        assert result.rows[0].acceptance_length < 2, "the file was to be wrong"
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------------
@@ -171,10 +178,11 @@ def test_a_file_that_is_wrong_on_purpose_is_lossless(
         (["--hot-vocabulary", "hot.json", "--hot-size", "2049"], "from 1 to the model's 2048"),
         (["--hot-online", "--hot-size", "2049"], "from 1 to the model's 2048"),
         (["--hot-online", "--hot-prompt-tail", "-1"], "--hot-prompt-tail is -1"),
-        (["--hot-online", "--hot-size", "5", "--hot-prompt-tail", "5"], "cannot hold 1 special tokens and 5"),
-        (["--hot-vocabulary", "hot.json", "--hot-prompt-tail", "256"], "a hot vocabulary of 256 cannot hold"),
+        (["--hot-online", "--hot-size", "5", "--hot-prompt-tail", "5"], "of 5 cannot hold 257 special and single-byte"),
+        (["--hot-vocabulary", "hot.json", "--hot-size", "256"], "a hot vocabulary of 256 cannot hold 257 special and"),
         (["--hot-vocabulary", "none.json"], "cannot read 'none.json'"),
         (["--hot-vocabulary", "."], "cannot read '.'"),
+        (["--hot-vocabulary", "list.json"], "'list.json' is no token map: it must be a list or tensor of token ids"),
         (["--hot-vocabulary", "result.json"], "'result.json' is no hot vocabulary of this version"),
         (["--hot-vocabulary", "other.json"], "was made with the tokenizer of 'words'"),
         (
@@ -190,6 +198,7 @@ def test_a_mistake_is_one_sentence_before_the_model_is_loaded(
 ):
     words = TokenizerIdentity(name="words", size=97, sha256="0")
     HotVocabulary(tokenizer=words, special=(), ranked=(4,), counts=(1,)).save("other.json")
+    Path("list.json").write_text('["a", "b"]')
     Path("result.json").write_text(json.dumps({"kind": "decode"}))
     Path("prompts.txt").write_text(PROMPT)
     tiny_eagle3.save(Path("drafter"), "draft-vocabulary")

@@ -65,20 +65,26 @@ def test_count_then_show(run: Run, text: Path, tmp_path: Path):
     assert (shown.code, shown.out) == (0, counted.out)
 
 
+def test_a_token_map_is_shown_as_one(run: Run, tmp_path: Path):
+    (tmp_path / "map.json").write_text("[5, 3, 9]")
+    shown = run("show", tmp_path / "map.json")
+    assert (shown.code, shown.out) == (0, "a token map of 3 tokens; it says neither counts nor a tokenizer\n")
+
+
 def test_coverage(run: Run, text: Path, tmp_path: Path):
     hot, out = tmp_path / "hot.json", tmp_path / "out.json"
     run("count", "--tokenizer", CHECKPOINT, text, "-o", hot)
-    options = ("--size", 2, "--size", 2048, "--prompts", 2, "--prompt-tokens", 64, "--max-new-tokens", 16)
+    options = ("--size", 257, "--size", 2048, "--prompts", 2, "--prompt-tokens", 64, "--max-new-tokens", 16)
     outcome = run("coverage", CHECKPOINT, hot, text, *options, "--dtype", "float32", "--json", out)
     assert outcome.code == 0 and "differ" not in outcome.err
     assert f"not those of the whole head: 0 of {2 * 6}" in outcome.out
     rows = HotVocabularyResult.load(out).rows
     assert [(row.ranking, row.size) for row in rows] == [
         ("all tokens", 2048),
-        *((name, size) for name in RANKINGS for size in (2, 2048)),
+        *((name, size) for name in RANKINGS for size in (257, 2048)),
     ]
     assert all(row.text == "text.py" and row.new_tokens == 32 for row in rows)
-    small, whole = ([row for row in rows if row.size == size] for size in (2, 2048))
+    small, whole = ([row for row in rows if row.size == size] for size in (257, 2048))
     assert all((row.coverage, row.relative_acceptance_length) == (1, 1) for row in whole)
     assert all(row.coverage < 0.7 and row.acceptance_length < whole[0].acceptance_length for row in small)
 
@@ -183,7 +189,8 @@ def _first_of(steps: list[StepEvent], length: int) -> int:
 def test_sampled_runs_are_repeatable():
     file = HotVocabulary.from_counts({4: 1}, tokenizer=AutoTokenizer.from_pretrained(CHECKPOINT))
     drafter = tiny.drafter("qwen3_5", window=None)
-    file = file.model_copy(update={"tokenizer": TokenizerIdentity(name="", size=97, sha256="")})
+    tiny_one = TokenizerIdentity(name="", size=97, sha256="")
+    file = file.model_copy(update={"tokenizer": tiny_one, "byte_tokens": ()})
     one, two = (
         list(measure(drafter, file, {"any": [prompt(20)]}, [tiny.VOCAB], new_tokens=20, temperature=1.0))
         for _ in range(2)

@@ -49,7 +49,7 @@ def stale() -> HotSet:
 
 
 def following() -> HotSet:
-    return HotSet(OnlineCounts(special=[0], interval=3), size=12, prompt_tail=5)
+    return HotSet(OnlineCounts(always=[0], interval=3), size=12, prompt_tail=5)
 
 
 HOT_SETS = {"only specials": only_specials, "random": at_random, "stale": stale, "following": following}
@@ -251,7 +251,7 @@ def refused(match: str, make: Any) -> None:
         (-3, {}, "size is -3"),
         (2.5, {}, "must be a whole number"),
         (4, {"prompt_tail": -1}, "prompt_tail is -1"),
-        (4, {"prompt_tail": 4}, "cannot hold 1 special tokens and 4 of the prompt; ask for at least 5"),
+        (4, {"prompt_tail": 4}, "cannot hold 1 special and single-byte tokens and 4 of the prompt; ask for at least 5"),
     ],
 )
 def test_bad_sizes(size: Any, options: dict[str, Any], match: str):
@@ -263,9 +263,23 @@ def test_hot_sets_that_do_not_fit_the_model():
         return lambda: tiny.drafter(FAMILY, hot_vocabulary=hot)
 
     refused("size is 98, but it must be from 1 to the model's 97", make(HotSet(ranking([5]), 98)))
-    beyond = HotVocabulary(tokenizer=WORD.model_copy(update={"size": 200}), special=(), ranked=(150,), counts=(1,))
-    refused("has token 150, but the model's 97 tokens are 0 to 96", make(HotSet(beyond, 10)))
     refused("hot_vocabulary is of type HotVocabulary, but it must be a HotSet", make(ranking([5])))
+
+
+@pytest.mark.parametrize("online", [False, True])
+def test_tokens_that_the_output_head_has_no_rows_for_are_left_out(online: bool):
+    """As of a file for a padded vocabulary, and of tokens that were added to the tokenizer alone."""
+    padded = WORD.model_copy(update={"size": 200})
+    file = HotVocabulary(tokenizer=padded, special=(0, 180), ranked=(150, 5, 97, 96), counts=(4, 3, 2, 1))
+    hot = HotSet(OnlineCounts(file, interval=4) if online else file, 10)
+    ids = prompt(40)
+    with pytest.warns(UserWarning, match=r"tokens from 97 on are left out of the hot vocabulary \(3 of them\)") as seen:
+        tiny.drafter(FAMILY, hot_vocabulary=hot)
+    assert len(seen) == 1
+    output, steps, made = decode(ids, hot_vocabulary=hot)
+    assert output == decode(ids)[0]
+    assert {token for step in steps for token in step.proposed} <= set(range(tiny.VOCAB))
+    assert len(made.hot_head._ids) == 10 and {0, 5, 96} < set(file.ids(10, tiny.VOCAB)) < set(range(tiny.VOCAB))
 
 
 def test_heads_whose_rows_cannot_be_picked(monkeypatch: pytest.MonkeyPatch):

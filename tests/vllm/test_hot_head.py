@@ -11,9 +11,12 @@ pytest.importorskip("vllm.version", reason="vllm is not installed; run make test
 import torch
 from engines import engine, generate, runner_of, same_up_to_near_ties, text_prompts
 from hot_sets import proposals, tokens_of
+from sleeping import sleeping
 from transformers import AutoTokenizer
 from vllm.model_executor.models.interfaces import LocalArgmaxMixin
+from vllm.v1.worker.gpu_worker import Worker
 
+from windowed_mtp.engines.vllm import unregister
 from windowed_mtp.engines.vllm.config import PluginConfig, PluginError
 from windowed_mtp.engines.vllm.hot_head import _has_top_tokens, refresh_hot_head, remove_hot_head
 from windowed_mtp.reference import checkpoint_path
@@ -87,15 +90,78 @@ def test_logits_are_the_heads_own_on_hot_rows_and_a_refresh_changes_which(hot: A
         assert made.shape == full.shape and torch.isneginf(made[:, outside]).all()
         torch.testing.assert_close(made[:, ids], full[:, ids], **CLOSE)
         assert logits.processor.get_top_tokens(model.lm_head, hidden).equal(made.argmax(-1))
-    weight = model.lm_head.weight
     with torch.inference_mode():
-        weight.neg_()
+        model.lm_head.weight.data.neg_()  # unnoticed
         hot.collective_rpc(refresh_hot_head)  # what the weights are now
         torch.testing.assert_close(model.compute_logits(hidden)[:, ids], -full[:, ids], **CLOSE)
-        weight.neg_()
+        model.lm_head.weight.data.neg_()
         hot.collective_rpc(refresh_hot_head)
     with pytest.raises(PluginError, match="3 hot ids cannot take the place of 400"):
-        rows.refresh([1, 2, 3])
+        rows.take([1, 2, 3])
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_hot_rows_outlast_sleep(target: Any, files: Any, hot: Any, level: int):
+    prompts, answers, _ = target
+    hot.collective_rpc(refresh_hot_head, args=(files["counted"][0],))
+    runner = runner_of(hot)
+    [rows] = set(runner.windowed_mtp_hot_logits[0].rows.values())
+    ids, weight, address = rows.ids.tolist(), rows.weight.clone(), (rows.ids.data_ptr(), rows.weight.data_ptr())
+    with proposals(hot) as before:
+        generate(hot, prompts)
+    with sleeping(hot, level):
+        assert rows.weight.isnan().all() and rows.ids.min() > runner.vllm_config.model_config.get_vocab_size()
+        assert runner.model.lm_head.weight.isnan().all()
+    assert runner.windowed_mtp_hot_watch.stale
+    if level == 2:
+        assert runner.model.lm_head.weight.isnan().all()
+        hot.collective_rpc("reload_weights")
+    with proposals(hot) as after:
+        assert same_up_to_near_ties(answers, generate(hot, prompts)) <= 1
+    assert address == (rows.ids.data_ptr(), rows.weight.data_ptr())
+    assert rows.ids.tolist() == ids and rows.weight.equal(weight)
+    assert after == before and len(tokens_of(after)) > 15
+
+
+@pytest.mark.parametrize("way", ["loader", "draft loader", "in place", "worker"])
+def test_hot_rows_follow_new_weights(files: Any, hot: Any, target: Any, way: str):
+    """Whichever way weights come, rows are read anew at the next step, and not once more at the one after it."""
+    prompts, _, _ = target
+    runner = runner_of(hot)
+    worker = hot.llm_engine.model_executor.driver_worker.worker
+    [rows] = set(runner.windowed_mtp_hot_logits[0].rows.values())
+    head = runner.model.lm_head.weight
+    hot.collective_rpc(refresh_hot_head, args=(files["counted"][0],))
+    old = head.detach().clone()
+
+    def write(new: Any) -> None:
+        if way == "in place":
+            with torch.no_grad():
+                head.copy_(new)
+        elif way == "worker":
+            with pytest.MonkeyPatch.context() as patch:  # a trainer's engine, which writes where torch does not look
+                patch.setattr(worker, "_check_weight_transfer_engine", lambda: None)
+                patch.setattr(worker, "_weight_update_active", True)
+                engine = SimpleNamespace(update_weights=lambda _: head.data.copy_(new))
+                patch.setattr(worker, "weight_transfer_engine", engine)
+                worker.update_weights({})
+        else:
+            model = runner.model if way == "loader" else runner.get_draft_model()
+            name = "model.embed_tokens.weight" if way == "loader" else "mtp.fc.weight"  # a tied head
+            if way == "draft loader":
+                head.data.copy_(new)
+            model.load_weights([(name, new if way == "loader" else model.model.fc.weight.detach().clone())])
+
+    with pytest.MonkeyPatch.context() as patch:
+        read = []
+        patch.setattr(rows, "refresh", lambda: (read.append(1), type(rows).refresh(rows)))
+        for new in (-old, old):
+            write(new)
+            before, expected = len(read), new[rows.ids]
+            assert not rows.weight.equal(expected)
+            generate(hot, prompts[:1], 8)
+            assert rows.weight.equal(expected)
+            assert len(read) == before + 1
 
 
 def test_choosing_among_hot_logits_proposes_what_full_rows_do(target: Any, files: Any, hot: Any):
@@ -114,6 +180,20 @@ def test_choosing_among_hot_logits_proposes_what_full_rows_do(target: Any, files
         made[among_hot] = seen
     runner.drafter.use_local_argmax_reduction = True
     assert made[True] == made[False] and len(tokens_of(made[True])) > 15
+
+
+def test_each_byte_is_hot_whatever_the_file_says(hot: Any, files: Any, tmp_path: Any):
+    """Neither a file of before nor a token map says which tokens are a single byte; the engine's tokenizer does."""
+    file = HotVocabulary.load(files["wrong"][0])
+    older = tmp_path / "older.json"
+    older.write_text(file.model_dump_json(exclude={"byte_tokens"}))
+    [rows] = set(runner_of(hot).windowed_mtp_hot_logits[0].rows.values())
+    as_a_map = tmp_path / "map.pt"
+    torch.save(list(file.ranked), as_a_map)
+    for name in (str(older), str(as_a_map), files["wrong"][0]):
+        hot.collective_rpc(refresh_hot_head, args=(name,))
+        assert rows.ids.tolist() == files["wrong"][1]
+    assert len(file.byte_tokens) == 256 and set(file.byte_tokens) <= set(files["wrong"][1])
 
 
 def test_a_file_that_is_of_no_use_changes_nothing(hot: Any, files: Any, tmp_path: Any):
@@ -135,6 +215,10 @@ def test_all_rows_propose_what_none_do(target: Any, files: Any, hot: Any):
     prompts, _, vocab_size = target
     remove_hot_head(runner_of(hot))
     assert runner_of(hot).drafter.use_local_argmax_reduction is False
+    assert "load_weights" not in vars(runner_of(hot).model)
+    assert hasattr(Worker.wake_up, "__wrapped__")
+    unregister()
+    assert not hasattr(Worker.wake_up, "__wrapped__")
     with pytest.raises(PluginError, match="no hot rows are in force"):
         hot.collective_rpc(refresh_hot_head)
     with proposals(hot) as none:

@@ -14,6 +14,7 @@ from drafters import FULL_MTP, LATENT_MTP, Drafter
 from engines import GAMMA, counters, generate, runner_of
 from hot_sets import hot_file, proposals, tokens_of
 from models import HIDDEN, VOCAB, llama_with_eagle3, random_prompts, save
+from ngram import plugin_log
 from safetensors.torch import load_file
 
 from windowed_mtp.engines.vllm import hot_head
@@ -80,8 +81,9 @@ def test_the_output_stays_whatever_is_hot(drafter: Drafter, vocab: int, tmp_path
         target = [each.tokens for each in generate(llm, prompts, TOKENS)]
     shuffled = torch.randperm(vocab, generator=torch.Generator().manual_seed(1)).tolist()
     size = vocab // 4
-    sets = {"special only": [], "random": shuffled, "stale": shuffled[::-1]}
-    files = {name: hot_file(tmp_path, ranked, special=(0, 1), vocab=vocab) for name, ranked in sets.items()}
+    padded = [*range(vocab, 2 * vocab), *shuffled[1:]]  # of tokens that the output head has no rows for
+    sets = {"special only": [], "random": shuffled, "stale": shuffled[::-1], "padded": padded}
+    files = {name: hot_file(tmp_path, ranked, special=(0, 1), vocab=2 * vocab) for name, ranked in sets.items()}
     hot = {"size": size, "file": files["random"]}
     with drafter.running({**WINDOW, "hot_vocabulary": hot}, **OPTIONS) as llm:
         runner = runner_of(llm)
@@ -91,7 +93,10 @@ def test_the_output_stays_whatever_is_hot(drafter: Drafter, vocab: int, tmp_path
         assert runner.drafter.use_local_argmax_reduction is (drafter is SHARED)  # the others' classes cannot
         proposed = {}
         for name, file in files.items():
-            llm.collective_rpc(refresh_hot_head, args=(file,))
+            with plugin_log() as lines:
+                llm.collective_rpc(refresh_hot_head, args=(file,))
+            left_out = [text for _, text in lines if f"tokens from {vocab} on are left out" in text]
+            assert len(left_out) == (name == "padded")
             with proposals(llm) as seen:
                 assert [each.tokens for each in generate(llm, prompts, TOKENS)] == target
             [rows] = set(logits.rows.values())

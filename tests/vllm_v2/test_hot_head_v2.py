@@ -22,6 +22,7 @@ from engines import GAMMA, counters, generate, runner_of
 from hot_sets import hot_file, proposals, tokens_of
 from models import llama_with_eagle3, random_prompts
 from scipy.stats import chisquare
+from sleeping import sleeping
 from triton.runtime import interpreter
 from vllm import SamplingParams, TokensPrompt
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -95,6 +96,15 @@ def test_the_output_stays_whatever_is_hot_and_all_rows_propose_what_none_do(file
                 assert [each.tokens for each in generate(llm, PROMPTS, TOKENS)] == target
             hot = HotVocabulary.load(file).ids(SIZE, VOCAB)
             assert tokens_of(seen) <= set(hot) and len(tokens_of(seen)) > 1
+        [rows] = set(runner.windowed_mtp_hot_logits[0].rows.values())
+        for level in (1, 2):
+            with sleeping(llm, level):
+                assert rows.weight.isnan().all() and rows.ids.min() >= VOCAB
+            if level == 2:
+                llm.collective_rpc("reload_weights")
+            with proposals(llm) as again:
+                assert [each.tokens for each in generate(llm, PROMPTS, TOKENS)] == target
+            assert again == seen
         remove_hot_head(runner)
         assert not runner.speculator.use_local_argmax_reduction
         with proposals(llm) as whole:

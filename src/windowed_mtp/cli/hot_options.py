@@ -27,12 +27,12 @@ HotVocabularyFile = Annotated[
         PANEL,
         "--hot-vocabulary",
         "FILE",
-        "Let the draft propose likely tokens only, ranked by a file that vocab count made.",
+        "Let the draft propose likely tokens only, by a file of vocab count or a token map.",
     ),
 ]
 HotSize = Annotated[
     int | None,
-    option(PANEL, "--hot-size", "N", "How many tokens, special ones included (default: an eighth of the vocabulary)."),
+    option(PANEL, "--hot-size", "N", "How many tokens, special and single-byte ones included (default: an eighth)."),
 ]
 HotPromptTail = Annotated[
     int | None,
@@ -140,14 +140,15 @@ class HotOptions:
         """
         from windowed_mtp.probes.hot_vocabulary import INTERVAL
         from windowed_mtp.vocab import HotSet, OnlineCounts
-        from windowed_mtp.vocab.file import special_ids
+        from windowed_mtp.vocab.file import byte_ids, special_ids
 
-        ranking: Ranking | None = self._file
-        if self._file is not None:
-            self._file.check_tokenizer(tokenizer)
+        file = None if self._file is None else self._file.completed(tokenizer)
+        ranking: Ranking | None = file
         if ranking is None or self.hot_online:
-            ranking = OnlineCounts(self._file, special=special_ids(tokenizer), interval=INTERVAL)
-        hot = HotSet(ranking, self.hot_size or vocab_size // SHARE, self.hot_prompt_tail or 0)
+            always = (*special_ids(tokenizer), *byte_ids(tokenizer))
+            ranking = OnlineCounts(file, always=always, interval=INTERVAL)
+        tail = self.hot_prompt_tail or 0
+        hot = HotSet(ranking, self.hot_size or max(vocab_size // SHARE, len(ranking.always) + tail), tail)
         hot.ids(vocab_size)
         return hot
 

@@ -62,7 +62,9 @@ def count(
 
 
 def show(
-    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="A file that vocab count wrote.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", show_default=False, help="A file that vocab count wrote, or a token map.")
+    ],
 ) -> int:
     """Say what a hot vocabulary was made with, and how many of the counted tokens each size covers."""
     from windowed_mtp.vocab import HotVocabulary
@@ -73,7 +75,9 @@ def show(
 
 def coverage(
     model: options.Model,
-    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="A file that vocab count wrote.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", show_default=False, help="A file that vocab count wrote, or a token map.")
+    ],
     texts: Annotated[
         list[Path] | None, typer.Argument(metavar="TEXT...", show_default=False, help="Text files to prompt with.")
     ] = None,
@@ -114,13 +118,13 @@ def coverage(
     vocabulary = HotVocabulary.load(file)
     given = {path.name: read_text(path) for path in texts} if texts else _workloads()
     target, tokenizer = load(model, device, dtype)
-    vocabulary.check_tokenizer(tokenizer)
+    vocabulary = vocabulary.completed(tokenizer)
 
     from windowed_mtp.probes.hot_vocabulary import RANKINGS, HotVocabularyResult, HotVocabularyRow, measure, prompts_of
 
     pieces = {name: prompts_of(text, tokenizer, prompts, prompt_tokens) for name, text in given.items()}
     vocab_size = target.get_output_embeddings().weight.shape[0]
-    sizes = size or _sizes(vocab_size, least=max(vocab_size // 32, len(vocabulary.special)))[:-1]
+    sizes = size or _sizes(vocab_size, least=max(vocab_size // 32, len(vocabulary.always)))[:-1]
     drafter = draft.build(target)
     provenance = Provenance.collect(str(target.device), None if temperature is None else seed)
     rows: list[HotVocabularyRow] = []
@@ -167,14 +171,18 @@ def _workloads() -> dict[str, str]:
 
 def _describe(vocabulary: HotVocabulary) -> None:
     identity = vocabulary.tokenizer
+    if vocabulary.is_token_map:
+        output.say(f"a token map of {len(vocabulary.ranked):,} tokens; it says neither counts nor a tokenizer")
+        return
+    single = "" if vocabulary.byte_tokens is None else f" and {len(vocabulary.byte_tokens)} single bytes"
     output.say(
-        f"tokenizer {identity.name}, {identity.size:,} tokens, {len(vocabulary.special)} of them special; "
+        f"tokenizer {identity.name}, {identity.size:,} tokens, {len(vocabulary.special)} of them special{single}; "
         f"{sum(vocabulary.counts):,} tokens counted, {len(vocabulary.ranked):,} different ones"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("size", "counted tokens covered"):
         table.add_column(name, justify="right")
-    for size in _sizes(identity.size, least=len(vocabulary.special)):
+    for size in _sizes(identity.size, least=len(vocabulary.always)):
         table.add_row(f"{size:,}", f"{100 * vocabulary.coverage(size):.2f}%")
     output.show(table)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +16,7 @@ from windowed_mtp.engines.transformers import WindowedMTP
 from windowed_mtp.errors import GenerationError
 from windowed_mtp.probes.target_runs import PLAIN, check_length, generate
 from windowed_mtp.results import Record, RunResult
-from windowed_mtp.vocab import HotSet, HotVocabulary, OnlineCounts
+from windowed_mtp.vocab import HotSet, HotVocabulary, OnlineCounts, left_out
 
 INTERVAL = 32
 """Emitted tokens between two refreshes of the online counts: the runs of this probe are short."""
@@ -25,7 +26,7 @@ LONGEST_TAIL = 256
 RANKINGS: dict[str, Callable[[HotVocabulary, int], HotSet]] = {
     "file": HotSet,
     "file and prompt": lambda file, size: HotSet(
-        file, size, prompt_tail=min(LONGEST_TAIL, (size - len(file.special)) // 2)
+        file, size, prompt_tail=min(LONGEST_TAIL, (size - len(file.always)) // 2)
     ),
     "online": lambda file, size: HotSet(OnlineCounts(file, interval=INTERVAL), size),
 }
@@ -163,6 +164,9 @@ def measure(
     for prompts in texts.values():
         for ids in prompts:
             check_length(drafter.model, ids.shape[1], new_tokens)
+    text = left_out(file, vocab_size)
+    if text is not None:
+        warnings.warn(text, stacklevel=2)
     hot_sets = [(name, partial(make, file, size)) for name, make in RANKINGS.items() for size in sizes]
     for _, make in hot_sets:
         make().ids(vocab_size)
@@ -181,16 +185,19 @@ def measure(
 
 def _run(drafter: WindowedMTP, hot: HotSet | None, prompts: Sequence[Tensor], options: dict[str, Any]) -> _Runs:
     runs = _Runs()
-    made = WindowedMTP(
-        drafter.model,
-        drafter.head,
-        window=drafter.window,
-        num_speculative_tokens=drafter.num_speculative_tokens,
-        keep=drafter.keep,
-        prefill=drafter.prefill,
-        hot_vocabulary=hot,
-        on_step=lambda event: runs.steps[-1].append(event),
-    )
+    with warnings.catch_warnings():
+        if hot is not None:
+            warnings.simplefilter("ignore")  # all has been said by then
+        made = WindowedMTP(
+            drafter.model,
+            drafter.head,
+            window=drafter.window,
+            num_speculative_tokens=drafter.num_speculative_tokens,
+            keep=drafter.keep,
+            prefill=drafter.prefill,
+            hot_vocabulary=hot,
+            on_step=lambda event: runs.steps[-1].append(event),
+        )
     for ids in prompts:
         runs.steps.append([])
         output = generate(drafter.model, ids.to(drafter.model.device), custom_generate=made, **options)

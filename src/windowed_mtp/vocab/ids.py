@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,12 +15,15 @@ class Ranking(Protocol):
     """Something that names the hot ids for a size: a file, or counts that grow while an engine runs."""
 
     @property
-    def special(self) -> Sequence[int]:
-        """Ids that are always in."""
+    def always(self) -> Collection[int]:
+        """Ids that are in whatever their rank: special tokens, and those of a single byte."""
 
     @property
     def version(self) -> int:
         """Grows by one whenever `ids` may give something else than before."""
+
+    def beyond(self, vocab_size: int) -> int:
+        """Count its ids that an output head of so many rows does not have."""
 
     def ids(self, size: int, vocab_size: int, *, always: Iterable[int] = ()) -> list[int]:
         """Give exactly ``size`` ids, ascending."""
@@ -38,14 +41,14 @@ class HotSet:
     ranking : Ranking
         A `HotVocabulary`, or `OnlineCounts`.
     size : int
-        Number of tokens, special ones included.
+        Number of tokens, with the special ones and those of a single byte.
     prompt_tail : int
         Number of tokens at the prompt's end that are in, whatever their rank.
 
     Raises
     ------
     VocabularyError
-        If a number is out of its range, or the special tokens and the prompt's end may be more than the size.
+        If a number is out of its range, or what is always in and the prompt's end may be more than the size.
     """
 
     ranking: Ranking
@@ -56,11 +59,13 @@ class HotSet:
         check_size(self.size)
         if not isinstance(self.prompt_tail, int) or self.prompt_tail < 0:
             raise VocabularyError(f"prompt_tail is {self.prompt_tail!r}, but it must be a whole number of at least 0.")
-        least = len(self.ranking.special) + self.prompt_tail
-        if self.size < least:
+        always = len(self.ranking.always)
+        if self.size < always + self.prompt_tail:
+            of_prompt = f" and {self.prompt_tail} of the prompt" if self.prompt_tail else ""
+            or_less = ", or a smaller prompt_tail" if self.prompt_tail else ""
             raise VocabularyError(
-                f"a hot vocabulary of {self.size} cannot hold {len(self.ranking.special)} special tokens and "
-                f"{self.prompt_tail} of the prompt; ask for at least {least}, or a smaller prompt_tail."
+                f"a hot vocabulary of {self.size} cannot hold {always} special and single-byte tokens{of_prompt}; "
+                f"ask for at least {always + self.prompt_tail}{or_less}."
             )
 
     def ids(self, vocab_size: int, prompt: Sequence[int] = ()) -> list[int]:
@@ -81,7 +86,7 @@ class HotSet:
         Raises
         ------
         VocabularyError
-            If the size is above ``vocab_size``, or an id is out of range.
+            If the size is above ``vocab_size``, or an id is negative.
         """
         tail = prompt[-self.prompt_tail :] if self.prompt_tail else ()
         return self.ranking.ids(self.size, vocab_size, always=tail)
@@ -92,10 +97,11 @@ def hot_ids(
     vocab_size: int,
     ranked: Iterable[int] = (),
     *,
-    special: Iterable[int] = (),
     always: Iterable[int] = (),
 ) -> list[int]:
-    """Choose the hot ids: the special tokens, what the caller insists on, the best ranked, then the lowest ids.
+    """Choose the hot ids: those that are always in, the best ranked, then the lowest ids.
+
+    Ids of ``vocab_size`` and above, which the output head has no rows for, are left out.
 
     Parameters
     ----------
@@ -105,10 +111,8 @@ def hot_ids(
         Rows V of the output head.
     ranked : iterable of int
         Ids, the most frequent first.
-    special : iterable of int
-        Ids of the special tokens, which are always in.
     always : iterable of int
-        Other ids that are always in, such as those at a prompt's end; repetitions count once.
+        Ids that are in whatever their rank; repetitions count once.
 
     Returns
     -------
@@ -118,12 +122,11 @@ def hot_ids(
     Raises
     ------
     VocabularyError
-        If the size or an id is out of range, or the ids that are always in are more than the size.
+        If the size is out of range, an id is negative, or the ids that are always in are more than the size.
     """
     size = check_size(size, vocab_size)
-    ranked = list(ranked)
-    hot = set(map(operator.index, itertools.chain(special, always)))
-    check_ids(itertools.chain(hot, ranked), vocab_size)
+    ranked = _within(ranked, vocab_size)
+    hot = set(_within(always, vocab_size))
     if len(hot) > size:
         raise VocabularyError(
             f"a hot vocabulary of {size} cannot hold the {len(hot)} tokens that are always in it; ask for a larger one."
@@ -158,18 +161,27 @@ def check_size(size: int, vocab_size: int | None = None) -> int:
     return number
 
 
-def check_ids(ids: Iterable[int], vocab_size: int) -> None:
-    """Check that ids belong to a vocabulary.
+def left_out(ranking: Ranking, vocab_size: int) -> str | None:
+    """Say that a model's output head lacks some of a ranking's tokens; ``None`` if it has them all.
 
-    Raises
-    ------
-    VocabularyError
-        Naming the first id that is below 0, or not below ``vocab_size``.
+    Parameters
+    ----------
+    ranking : Ranking
+        What is hot.
+    vocab_size : int
+        Rows V of the output head.
     """
-    ids = list(ids)
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        token = next(token for token in ids if not 0 <= token < vocab_size)
-        raise VocabularyError(
-            f"the hot vocabulary has token {token}, but the model's {vocab_size} tokens are 0 to {vocab_size - 1}; "
-            "make it with the model's own tokenizer."
-        )
+    beyond = ranking.beyond(vocab_size)
+    if not beyond:
+        return None
+    return (
+        f"tokens from {vocab_size} on are left out of the hot vocabulary ({beyond} of them), as the model's output "
+        f"head has {vocab_size} rows."
+    )
+
+
+def _within(ids: Iterable[int], vocab_size: int) -> list[int]:
+    made = list(map(operator.index, ids))
+    if made and min(made) < 0:
+        raise VocabularyError(f"the hot vocabulary has token {min(made)}, but ids begin with 0; make it anew.")
+    return [token for token in made if token < vocab_size]

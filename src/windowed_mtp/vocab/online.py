@@ -20,8 +20,8 @@ class OnlineCounts:
     ----------
     base : HotVocabulary, optional
         What ranks the ids that have not been emitted; without it the lowest ids come first.
-    special : iterable of int
-        Ids of special tokens that are always in, beside those of ``base``.
+    always : iterable of int
+        Ids that are in whatever their rank, beside those of ``base``: special tokens, and those of a single byte.
     interval : int
         Emitted ids from one refresh to the next, at least 1.
     capacity : int
@@ -44,7 +44,7 @@ class OnlineCounts:
         self,
         base: HotVocabulary | None = None,
         *,
-        special: Iterable[int] = (),
+        always: Iterable[int] = (),
         interval: int = 4096,
         capacity: int = 32768,
         decay: float = 0.9,
@@ -55,7 +55,7 @@ class OnlineCounts:
         if not 0 < decay <= 1:
             raise VocabularyError(f"decay is {decay!r}, but it must be above 0 and at most 1.")
         self.base = base
-        self.special = sorted({*special, *(base.special if base else ())})
+        self.always = frozenset(always).union(base.always if base else ())
         self.interval = interval
         self.capacity = capacity
         self.decay = decay
@@ -94,7 +94,11 @@ class OnlineCounts:
     def ids(self, size: int, vocab_size: int, *, always: Iterable[int] = ()) -> list[int]:
         """Give the hot ids of a size, by the counts of the last refresh; see `HotVocabulary.ids`."""
         ranked = [*self._ranked, *(self.base.ranked if self.base else ())]
-        return hot_ids(size, vocab_size, ranked, special=self.special, always=always)
+        return hot_ids(size, vocab_size, ranked, always=(*self.always, *always))
+
+    def beyond(self, vocab_size: int) -> int:
+        """Count the tokens, always in or of the base, that an output head of so many rows does not have."""
+        return sum(token >= vocab_size for token in self.always.union(self.base.ranked if self.base else ()))
 
     def _refresh(self) -> None:
         self._ranked = sorted(self._counts, key=lambda token: (-self._counts[token], token))[: self.capacity]

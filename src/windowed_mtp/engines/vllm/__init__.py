@@ -42,6 +42,10 @@ def unregister() -> None:
             from windowed_mtp.engines.vllm.install import uninstall
 
             uninstall(sys.modules[name])
+    if "windowed_mtp.engines.vllm.hot_watch" in sys.modules:
+        from windowed_mtp.engines.vllm import hot_watch
+
+        hot_watch.uninstall()
     if "windowed_mtp.engines.vllm.stat_logger" in sys.modules:
         from windowed_mtp.engines.vllm import steps
 

@@ -35,7 +35,7 @@ class HotVocabularyConfig:
     size : int
         Number of rows.
     file : str
-        A ranking made by ``windowed-mtp vocab count``.
+        A ranking made by ``windowed-mtp vocab count``, or a token map: see `HotVocabulary.load`.
     """
 
     size: int

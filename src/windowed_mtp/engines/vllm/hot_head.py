@@ -8,8 +8,9 @@ from typing import Any
 
 from windowed_mtp.engines.vllm.config import HotVocabularyConfig, PluginConfig, PluginError
 from windowed_mtp.engines.vllm.hot_rows import HotLogits, HotRows, tensor_rank
+from windowed_mtp.engines.vllm.hot_watch import HotWatch, take_off
 from windowed_mtp.errors import WindowedMTPError
-from windowed_mtp.vocab import HotVocabulary
+from windowed_mtp.vocab import HotVocabulary, left_out
 
 METHODS = ("mtp", "eagle", "eagle3")
 """Drafters whose output head is the target's, or one like it."""
@@ -45,6 +46,8 @@ def install_hot_head(runner: Any, config: HotVocabularyConfig) -> list[HotLogits
         setattr(runner, _HELD, held)
         for each in held:
             each.put_on()
+        if held:
+            HotWatch(runner, model, _rows_of(held)).put_on(runner)
         if held and _has_top_tokens(runner, drafter):
             drafter.use_local_argmax_reduction = True
             _say("info", "Hot vocabulary: greedy drafts choose among the hot logits (use_local_argmax_reduction).")
@@ -61,7 +64,7 @@ def _make(runner: Any, model: Any, config: HotVocabularyConfig) -> list[HotLogit
     if reason is not None:
         _say("warning", f"Hot vocabulary: the draft's output head is left alone, as {reason}.")
         return []
-    vocab_size = processors[0].org_vocab_size
+    vocab_size = min(each.org_vocab_size for each in (*processors, *heads))
     ids = _read(config, runner.vllm_config.model_config, vocab_size)
     if len(ids) == vocab_size:
         _say("info", f"Hot vocabulary: all {vocab_size} rows are hot, so the draft's output head stays as it is.")
@@ -82,6 +85,7 @@ def remove_hot_head(runner: Any) -> None:
     for each in held:
         each.take_off()
     if held:
+        take_off(runner)
         configured = runner.vllm_config.speculative_config.use_local_argmax_reduction
         drafter_of(runner).use_local_argmax_reduction = configured
     if hasattr(runner, _HELD):
@@ -91,7 +95,7 @@ def remove_hot_head(runner: Any) -> None:
 def refresh_hot_head(worker: Any, file: str | None = None) -> None:
     """Read the ranking anew, in a running engine; to be called on every rank, by vLLM's ``collective_rpc``.
 
-    It is needed as well once an engine's weights have been replaced, as the hot rows are a copy of them.
+    It reads the rows anew as well, which else happens by itself: see `HotWatch`.
 
     Parameters
     ----------
@@ -113,9 +117,14 @@ def refresh_hot_head(worker: Any, file: str | None = None) -> None:
         raise PluginError("no hot rows are in force, so there are none to refresh; the log says why.")
     if file is not None:
         config = replace(config, file=file)
-    ids = _read(config, runner.vllm_config.model_config, installed[0].processor.org_vocab_size)
-    for rows in {id(each): each for each in installed[0].rows.values()}.values():
-        rows.refresh(ids)
+    vocab_size = min(each.org_vocab_size for logits in installed for each in (logits.processor, *logits.rows))
+    ids = _read(config, runner.vllm_config.model_config, vocab_size)
+    for rows in _rows_of(installed):
+        rows.take(ids)
+
+
+def _rows_of(logits: Sequence[HotLogits]) -> list[HotRows]:
+    return list({id(rows): rows for each in logits for rows in each.rows.values()}.values())
 
 
 def output_heads(model: Any) -> list[Any]:
@@ -193,10 +202,13 @@ def _read(config: HotVocabularyConfig, model_config: Any, vocab_size: int) -> li
         vocabulary = HotVocabulary.load(config.file)
         tokenizer = cached_tokenizer_from_config(model_config)
         if tokenizer is not None:
-            vocabulary.check_tokenizer(tokenizer)
-        return vocabulary.ids(config.size, vocab_size)
+            vocabulary = vocabulary.completed(tokenizer)
+        ids, text = vocabulary.ids(config.size, vocab_size), left_out(vocabulary, vocab_size)
     except WindowedMTPError as error:
         raise PluginError(f'additional_config["windowed_mtp"]["hot_vocabulary"]: {error}') from None
+    if text is not None:
+        _say("warning", f"Hot vocabulary: {text}")
+    return ids
 
 
 def _say(level: str, text: str) -> None:

@@ -38,6 +38,8 @@ class HotRows:
     def __init__(self, head: Any, ids: Sequence[int]) -> None:
         self.head = head
         self.tp_size = head.tp_size
+        self._hot = list(ids)  # on the host, where no sleep mode takes them
+        self._read: tuple[Any, ...] = ()
         self.rank = tensor_rank() if self.tp_size > 1 else 0
         share, device = -(-len(ids) // self.tp_size), head.weight.device
         start = self.rank * share
@@ -47,18 +49,24 @@ class HotRows:
             org_vocab_start_index=start, num_org_vocab_padding=min(share, max(0, start + share - len(ids)))
         )
         self.quant_method = _plain_method()
-        self.refresh(ids)
+        self.refresh()
 
     @property
     def num_bytes(self) -> int:
         """Bytes that this rank holds beside the head itself."""
         return self.weight.nbytes + self.ids.nbytes
 
-    @torch.inference_mode()
-    def refresh(self, ids: Sequence[int]) -> None:
-        """Take other hot ids, or the same rows of weights that have changed; a captured graph follows.
+    @property
+    def outdated(self) -> bool:
+        """Whether the head's weights are known to be others than these rows were read from.
 
-        Under tensor parallelism every rank has to call it.
+        Torch does not count what is written into a tensor's ``data``. With several ranks always false: they would
+        have to agree, as reading the rows is a collective operation.
+        """
+        return self.tp_size == 1 and _mark(self.head.weight) != self._read
+
+    def take(self, ids: Sequence[int]) -> None:
+        """Take other hot ids; a captured graph follows. Under tensor parallelism every rank has to call it.
 
         Raises
         ------
@@ -67,7 +75,17 @@ class HotRows:
         """
         if len(ids) != self.ids.shape[0]:
             raise PluginError(f"{len(ids)} hot ids cannot take the place of {self.ids.shape[0]}; pass as many.")
-        self.ids.copy_(torch.tensor(ids, dtype=torch.int64))
+        self._hot = list(ids)
+        self.refresh()
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Read the rows anew, and write the ids anew: other weights, or memory that was given up in between.
+
+        Under tensor parallelism every rank has to call it.
+        """
+        self.ids.copy_(torch.tensor(self._hot, dtype=torch.int64))
+        self._read = _mark(self.head.weight)
         if self.tp_size == 1:
             torch.index_select(self.head.weight, 0, self.ids, out=self.weight)
             return
@@ -126,6 +144,11 @@ class HotLogits:
         if rows.tp_size > 1:
             return rows.ids[self.own[1](rows, hidden_states)]
         return rows.ids[self.own[0](rows, hidden_states).argmax(-1)]  # vLLM's takes the maximum too, which is slower
+
+
+def _mark(weight: Tensor) -> tuple[Any, ...]:
+    """Which tensor this is, and how often it has been written."""
+    return id(weight), weight.data_ptr(), None if weight.is_inference() else weight._version
 
 
 def tensor_rank() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from windowed_mtp.engines.transformers.cache import DraftKV
 from windowed_mtp.engines.transformers.heads.base import DraftHead
 from windowed_mtp.errors import VocabularyError
-from windowed_mtp.vocab import HotSet
+from windowed_mtp.vocab import HotSet, left_out
 
 
 class HotHead(DraftHead):
@@ -31,6 +32,11 @@ class HotHead(DraftHead):
     ------
     VocabularyError
         If the head's rows cannot be picked, or the hot set does not fit its vocabulary.
+
+    Warns
+    -----
+    UserWarning
+        Once, if the ranking has tokens that the output head has no rows for: they are left out.
     """
 
     def __init__(self, head: DraftHead, hot: HotSet) -> None:
@@ -39,6 +45,9 @@ class HotHead(DraftHead):
         self.num_layers = head.num_layers
         self._output = _linear(head.output_head())
         self._prompt: Sequence[int] = ()
+        text = left_out(hot.ranking, self._output.weight.shape[0])
+        if text is not None:
+            warnings.warn(text, stacklevel=2)
         self.begin(())
 
     @property
