@@ -189,7 +189,7 @@ def test_a_request_that_the_front_end_dropped_still_has_its_draft():
     assert statistics.buckets[0].accepted_per_position == [1, 1, 0]
     assert statistics.elsewhere.accepted_per_position == [1, 0, 0]
     assert statistics.total.keyed_drafts == 1
-    assert statistics.table().endswith("Draft keys are those of 1 drafts; of the others they are not known.")
+    assert statistics.table().endswith("Draft keys are known of 1 of 2 drafts.")
 
 
 def test_pooling_has_no_steps():

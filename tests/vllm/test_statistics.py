@@ -13,12 +13,14 @@ from engines import GAMMA, counters, engine, generate, text_prompts
 from models import random_prompts
 from ngram import plugin_log
 from vllm import SamplingParams, TokensPrompt
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from windowed_mtp.engines.acceptance import by_position
 from windowed_mtp.engines.vllm.stat_logger import PREFIX, WindowStatLogger
 from windowed_mtp.engines.vllm.statistics import DraftPlan, keys_of
 from windowed_mtp.engines.vllm.steps import collect, uninstall
+from windowed_mtp.reference import checkpoint_path
 
 WINDOW = {"sink": 4, "window": 300}
 TOKENS = 32
@@ -240,3 +242,28 @@ def stopping(llm, prompts):
     given = [TokensPrompt(prompt_token_ids=prompts[index]) for index in (1, 2, 3, 0)]
     made = llm.generate(given, sampling, use_tqdm=False)
     return {each.outputs[0].finish_reason for each in made}
+
+
+def test_drafts_that_are_cut_and_requests_that_the_front_end_ends():
+    options = {"max_model_len": 512, "skip_tokenizer_init": False, "tokenizer": str(checkpoint_path())}
+    prompts = random_prompts([60, 503, 90])
+    given = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
+    with EAGLE.running({"sink": 4, "window": 64}, **options) as llm:
+        with collect(llm, bounds=(256,)) as statistics:
+            kept = iterations_kept(statistics)
+            word = llm.get_tokenizer().decode(generate(llm, prompts[2:], 12)[0].tokens)[-4:]
+            grammar = StructuredOutputsParams(regex="(ab|cd|[0-9]){4,40}")
+            sampling = [
+                SamplingParams(temperature=0, max_tokens=TOKENS, structured_outputs=grammar),
+                SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True),
+                SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, stop=[word]),
+            ]
+            made = llm.generate(given, sampling, use_tqdm=False)
+            generate(llm, prompts[2:], 4)
+        theirs, total = counters(llm), statistics.total
+    print(statistics.table())
+    assert made[2].outputs[0].stop_reason == word
+    assert len(made[1].outputs[0].token_ids) == 512 - 503  # the model's length
+    assert total.draft_tokens < GAMMA * total.drafts and total.uneven_drafts > 0
+    assert any(report.drafts < sum(step.may_draft for step in steps) for steps, report in kept)  # cut to nothing
+    same_as_vllms(total, theirs)

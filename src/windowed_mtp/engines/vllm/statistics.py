@@ -525,7 +525,7 @@ class ContextStatistics:
         if self.plan.not_counted:
             yield f"Draft keys are not counted: {self.plan.not_counted}."
         elif total.keyed_drafts != total.drafts:
-            yield f"Draft keys are those of {total.keyed_drafts:,} drafts; of the others they are not known."
+            yield f"Draft keys are known of {total.keyed_drafts:,} of {total.drafts:,} drafts."
 
 
 _ACCEPTANCE = "unconditional acceptance", "conditional acceptance"
