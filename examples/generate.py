@@ -6,6 +6,7 @@ Runs on the bundled checkpoint, on a CPU, without a download: python examples/ge
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from windowed_mtp import SinkWindow
+from windowed_mtp.engines.acceptance import by_position
 from windowed_mtp.engines.transformers import WindowedMTP
 from windowed_mtp.reference import checkpoint_path
 from windowed_mtp.workloads.stdlib import heldout_text
@@ -29,5 +30,6 @@ model.generate(
 stats = drafter.stats
 print(f"\n{stats.prompt_tokens:,} prompt tokens, {stats.new_tokens} new ones in {stats.steps} steps")
 print(f"acceptance length {stats.acceptance_length:.2f} tokens a step, {stats.ms_per_step:.1f} ms a step")
-print("accepted by position:", " ".join(f"{share:.2f}" for share in stats.conditional_acceptance))
+print("unconditional acceptance by position:", by_position(stats.unconditional_acceptance))
+print("conditional acceptance by position:", by_position(stats.conditional_acceptance))
 print(f"draft keys read a step: {stats.keys_per_step:,.0f}; draft KV held: {stats.draft_kv_bytes / 2**10:,.0f} KiB")

@@ -19,6 +19,7 @@ def main() -> None:
         additional_config={"windowed_mtp": {"sink": 4, "window": 300}},
         max_model_len=4096,
         max_num_seqs=4,
+        disable_log_stats=False,  # the counts are those of vLLM's scheduler
         enforce_eager=True,  # a short start for a short run
         enable_prefix_caching=False,  # a hybrid's needs kernels that vLLM does not have on a CPU
     )

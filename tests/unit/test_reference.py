@@ -104,14 +104,14 @@ def test_drafts_are_accepted(checkpoint, heldout):
     ids = acceptance.greedy_continuation(model, heldout[:, :512], 44)
     matches = acceptance.draft_matches(model, head, ids, depth=4, last=40)
     assert matches.shape == (4, 3, 40)
-    first, *deeper = acceptance.acceptance_by_position(matches)
+    first, *deeper = acceptance.conditional_acceptance(matches)
     assert first > 0.55 and min(deeper) > 0.5
     assert acceptance.acceptance_length(matches) > 2
 
 
 def test_acceptance_arithmetic():
     matches = torch.tensor([[[1, 1, 0, 1]], [[1, 0, 1, 0]]], dtype=torch.bool)
-    assert acceptance.acceptance_by_position(matches) == [0.75, pytest.approx(1 / 3)]
+    assert acceptance.conditional_acceptance(matches) == [0.75, pytest.approx(1 / 3)]
     # base 0: 2 drafts and 1 token, on to base 3: 1 draft and 1 token
     assert acceptance.acceptance_length(matches) == 2.5
 

@@ -28,32 +28,49 @@ METRICS = """
 # TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{{engine="0",model_name="m"}} {drafts}
 vllm:spec_decode_num_drafts_created{{engine="0",model_name="m"}} 1.7e+09
-vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="m"}} 3000.0
+vllm:spec_decode_num_draft_tokens_total{{engine="0",model_name="m"}} {tokens}
 vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="m"}} {accepted}
-vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="0"}} {accepted}
-vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="1"}} 0.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="0"}} {first}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="1"}} {second}
 vllm:num_requests_running{{engine="0"}} 3.0
 """
+
+
+def metrics(drafts: int, accepted: int, tokens: int | None = None) -> str:
+    """Of drafts of two tokens, or with fewer tokens in all; of every 7 accepted tokens 4 were first ones."""
+    first = accepted * 4 / 7
+    return METRICS.format(
+        drafts=float(drafts),
+        accepted=float(accepted),
+        first=first,
+        second=accepted - first,
+        tokens=tokens or 2 * drafts,
+    )
 
 
 @pytest.mark.parametrize(
     ("drafts", "accepted", "level", "match"),
     [
-        (1000, 1400, "ok", "AL is 2.40 over 1,000 steps, accepted by position 1.40 0.00"),
-        (1000, 10, "problem", "AL is 1.01 over 1,000 steps"),
-        (50, 70, "warning", "AL is 2.40 over 50 steps"),
+        (1000, 1400, "ok", "AL is 2.40 over 1,000 drafts, unconditional acceptance by position 0.80 0.60"),
+        (1000, 10, "problem", "AL is 1.01 over 1,000 drafts"),
+        (50, 70, "warning", "AL is 2.40 over 50 drafts"),
         (0, 0, "warning", "has not drafted yet"),
     ],
 )
 def test_acceptance_by_the_counters(drafts: int, accepted: int, level: str, match: str):
-    found = acceptance(METRICS.format(drafts=float(drafts), accepted=float(accepted)))
+    found = acceptance(metrics(drafts, accepted))
     assert found.level == level and match in found.cause
     assert (found.remedy is None) == (level == "ok")
 
 
 def test_counters_of_several_engines_are_added_up():
-    first, second = METRICS.format(drafts="400", accepted="400"), METRICS.format(drafts="600", accepted="1100")
-    assert "AL is 2.50 over 1,000 steps" in acceptance(first + second.replace('engine="0"', 'engine="1"')).cause
+    first, second = metrics(400, 400), metrics(600, 1100)
+    assert "AL is 2.50 over 1,000 drafts" in acceptance(first + second.replace('engine="0"', 'engine="1"')).cause
+
+
+def test_conditional_acceptance_is_said_where_all_drafts_have_one_length():
+    assert acceptance(metrics(1000, 1400)).cause.endswith("by position 0.80 0.60, conditional 0.80 0.75")
+    assert acceptance(metrics(1000, 1400, tokens=1900)).cause.endswith("by position 0.80 0.60")
 
 
 def test_other_metrics_are_refused():

@@ -329,7 +329,7 @@ def test_exit_codes_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     good = flags(checkpoint_path(), MTP, WINDOW)
     assert main(["doctor", "--engine", "vllm", *good, "--metrics", str(metrics), "--json", str(file)]) == 0
     shown = capsys.readouterr().out
-    assert "In force" in shown and "AL is 2.80 over 500 steps" in shown and "1 warning" in shown
+    assert "In force" in shown and "AL is 2.80 over 500 drafts" in shown and "1 warning" in shown
     saved = DoctorResult.load(file)
     assert saved.in_force is not None and saved.rows[-1].cause.startswith("AL is 2.80")
     assert main(["doctor", *flags(checkpoint_path(), None, WINDOW)]) == 1

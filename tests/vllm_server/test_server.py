@@ -1,5 +1,6 @@
 """A server with the window answers as one without it, and its metrics say what the window spared."""
 
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -167,25 +168,49 @@ def test_metrics_say_what_the_window_spared(pair: tuple[Server, Server]):
         listed = ",".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
         return moved[f"{OURS}{name}_total" + (f"{{{listed}}}" if labels else "")]
 
-    drafts = {windowed: ours("drafts", windowed=windowed) for windowed in ("true", "false")}
+    drafts = {windowed: ours("drafts", windowed=windowed) for windowed in ("true", "false", "unknown")}
     accepted = {windowed: ours("accepted_tokens", windowed=windowed) for windowed in drafts}
     print(moved)
-    assert min(drafts.values()) > 5 and min(accepted.values()) > 0
-    assert sum(drafts.values()) == moved[f"{THEIRS}drafts_total"]
+    assert min(drafts["true"], drafts["false"]) > 5 and min(accepted["true"], accepted["false"]) > 0
+    assert drafts["unknown"] == 0  # one request at a time
+    assert sum(drafts.values()) == ours("draft_keys_drafts")
     for windowed_too in drafts:
         positions = [
             ours("accepted_tokens_per_pos", windowed=windowed_too, position=str(position)) for position in range(GAMMA)
         ]
         assert sum(positions) == accepted[windowed_too]
         assert positions == sorted(positions, reverse=True)
-    # Each answer's last step may be cut.
-    assert moved[f"{THEIRS}accepted_tokens_total"] - 2 * GAMMA <= sum(accepted.values())
-    assert sum(drafts.values()) + sum(accepted.values()) == 2 * (TOKENS - 1)
+        tested = [
+            ours("tested_tokens_per_pos", windowed=windowed_too, position=str(position)) for position in range(GAMMA)
+        ]
+        assert tested == [drafts[windowed_too], *positions[:-1]]
+    # Each answer's last draft may be cut.
+    assert 0 <= sum(drafts.values()) + sum(accepted.values()) - 2 * (TOKENS - 1) <= 2 * GAMMA
     read, full = ours("draft_keys_read"), ours("draft_keys_full")
     longest = drafts["true"] * GAMMA * (len(long) + TOKENS + GAMMA)
     assert 0 < read < 0.7 * full
     assert drafts["true"] * (GAMMA - 1) * len(long) < full < longest + drafts["false"] * GAMMA * 100
     assert not any(name.startswith(OURS) for name in plain.metrics())
+
+
+def test_counters_are_vllms_own_over_all_that_the_server_has_served(pair: tuple[Server, Server]):
+    _, windowed = pair
+    with ThreadPoolExecutor(8) as pool:  # they stop at once, some of them inside a draft
+        list(pool.map(lambda prompt: complete(windowed, prompt), prompts()))
+    found = windowed.metrics()
+
+    def total(name: str) -> float:
+        values = (value for key, value in found.items() if re.match(rf"{name}(_total)?({{|$)", key))
+        return sum(values)
+
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        assert total(f"{OURS}{name}") == total(f"{THEIRS}{name}") > 0
+    for position in range(GAMMA):
+        ours, theirs = (
+            sum(value for key, value in found.items() if key.startswith(start) and f'position="{position}"' in key)
+            for start in (f"{OURS}accepted_tokens_per_pos_total", f"{THEIRS}accepted_tokens_per_pos_total")
+        )
+        assert ours == theirs > 0
 
 
 def test_the_log_says_what_is_in_force_and_what_came_of_it(pair: tuple[Server, Server]):

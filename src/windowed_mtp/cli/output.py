@@ -11,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from windowed_mtp.engines.acceptance import by_position
+
 if TYPE_CHECKING:
     from windowed_mtp.probes.decode import DecodeRow
 
@@ -80,9 +82,8 @@ def decode_table(rows: Iterable[DecodeRow]) -> Table:
         "draft keys read a step": [number(row.draft_keys_per_step, 0) for row in rows],
         "draft KV": [size(row.draft_kv_bytes) for row in rows],
         "draft prefill ms": [number(row.draft_prefill_ms if row.draft_kv_bytes else None) for row in rows],
-        "accepted by position": [
-            " ".join(f"{share:.2f}" for share in row.conditional_acceptance) or "-" for row in rows
-        ],
+        "unconditional acceptance": [by_position(row.unconditional_acceptance) or "-" for row in rows],
+        "conditional acceptance": [by_position(row.conditional_acceptance) or "-" for row in rows],
     }
     for name, values in lines.items():
         if set(values) != {"-"}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from windowed_mtp.engines.acceptance import conditional, unconditional
 from windowed_mtp.engines.protocol import StepEvent
 
 
@@ -20,7 +21,8 @@ class DecodeStats:
     step_tokens : int
         Tokens emitted by steps.
     proposed, accepted : list of int
-        By draft position: how often a token at this position was verified, and how often it was accepted.
+        By draft position: how often a token was tested there, all before it being accepted, and how often it was
+        accepted.
     draft_keys_read : int
         Keys that draft attention read over all steps (prefill excluded).
     draft_kv_bytes : int
@@ -51,9 +53,14 @@ class DecodeStats:
         return self.step_tokens / self.steps if self.steps else float("nan")
 
     @property
+    def unconditional_acceptance(self) -> list[float]:
+        """By draft position: share of all drafts whose token was accepted."""
+        return unconditional(self.accepted, self.proposed[0]) if self.proposed else []
+
+    @property
     def conditional_acceptance(self) -> list[float]:
-        """By draft position: share of tokens accepted, given that all before it in the step were."""
-        return [a / p for a, p in zip(self.accepted, self.proposed, strict=True)]
+        """By draft position: share of tokens accepted, given that all before it in the draft were."""
+        return conditional(self.accepted, self.proposed)
 
     @property
     def ms_per_step(self) -> float:

@@ -35,8 +35,9 @@ class DecodeRow(Record):
         Tokens emitted a step.
     tokens_per_second : float or None
         Acceptance length over the time of a step: decoding only, without the prompt.
-    conditional_acceptance : tuple of float
-        By draft position: share accepted, given that all before it in the step were.
+    unconditional_acceptance, conditional_acceptance : tuple of float
+        By draft position: share of all drafts whose token was accepted, and share given that all before it in the draft
+        were. Files from before the first was added have it empty.
     draft_ms_per_step, verify_ms_per_step : float or None
         The two parts of a step; ``None`` without a draft.
     draft_keys_per_step : float or None
@@ -55,6 +56,7 @@ class DecodeRow(Record):
     ms_per_step: float | None
     acceptance_length: float | None
     tokens_per_second: float | None
+    unconditional_acceptance: tuple[float, ...] = ()
     conditional_acceptance: tuple[float, ...]
     draft_ms_per_step: float | None
     verify_ms_per_step: float | None
@@ -186,6 +188,7 @@ def summarise(arm: str, runs: Sequence[DecodeStats], drafted: bool) -> DecodeRow
         ms_per_step=ms_per_step,
         acceptance_length=last.acceptance_length if last.steps else None,
         tokens_per_second=1e3 * last.acceptance_length / ms_per_step if ms_per_step else None,
+        unconditional_acceptance=tuple(last.unconditional_acceptance),
         conditional_acceptance=tuple(last.conditional_acceptance),
         draft_ms_per_step=per_step(lambda run: run.draft_seconds) if drafted else None,
         verify_ms_per_step=per_step(lambda run: run.verify_seconds) if drafted else None,

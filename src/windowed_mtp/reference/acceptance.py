@@ -99,8 +99,8 @@ def draft_matches(model: Qwen3_5ForCausalLM, head: MTPHead, ids: Tensor, depth: 
     )
 
 
-def acceptance_by_position(matches: Tensor) -> list[float]:
-    """Share of drafts accepted at each step among those whose earlier steps were all accepted.
+def conditional_acceptance(matches: Tensor) -> list[float]:
+    """Conditional acceptance: share accepted at each step among drafts whose earlier steps were all accepted.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def acceptance_by_position(matches: Tensor) -> list[float]:
     Returns
     -------
     list of float
-        One conditional acceptance rate a step; 0 where no draft got so far.
+        One share a step; 0 where no draft got so far.
     """
     counts = matches.long().cumprod(dim=0).flatten(1).sum(dim=1).tolist()
     return [count / max(before, 1) for before, count in zip([matches[0].numel(), *counts], counts, strict=False)]

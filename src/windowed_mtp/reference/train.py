@@ -163,7 +163,7 @@ def measure_acceptance(
         prompt_tokens=size,
         prompts=prompts,
         new_tokens=new_tokens,
-        by_position=acceptance.acceptance_by_position(matches),
+        conditional_acceptance=acceptance.conditional_acceptance(matches),
         acceptance_length=acceptance.acceptance_length(matches),
     )
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
+from windowed_mtp.engines.acceptance import by_position, conditional, unconditional
 from windowed_mtp.engines.vllm.config import PluginError
 from windowed_mtp.engines.vllm.findings import Finding
 
 _SAMPLE = re.compile(r"^vllm:spec_decode_num_(\w+?)(?:_total)?(?:\{(.*)\})?\s+(\S+)")
 _POSITION = re.compile(r'position="(\d+)"')
 ALMOST_NOTHING = 1.05
-"""An acceptance length below this means that hardly one step in twenty accepted a token."""
+"""An acceptance length below this means that hardly one draft in twenty accepted a token."""
 FEW = 100
-"""Fewer steps than this say little."""
+"""Fewer drafts than this say little."""
 
 
 def acceptance(metrics: str) -> Finding:
@@ -45,24 +46,26 @@ def acceptance(metrics: str) -> Finding:
         raise PluginError(
             "the metrics hold no vllm:spec_decode counters; pass the /metrics of a vLLM server with a drafter."
         )
-    steps, accepted = counts["drafts"], counts["accepted_tokens"]
-    if not steps:
+    drafts, accepted = counts["drafts"], counts["accepted_tokens"]
+    if not drafts:
         return Finding(
             check="acceptance", level="warning", cause="the server has not drafted yet, so nothing is known of its AL",
             remedy="send it some requests and run this again",
         )  # fmt: skip
-    length = 1 + accepted / steps
-    cause = f"AL is {length:.2f} over {steps:,.0f} steps"
+    length = 1 + accepted / drafts
+    cause = f"AL is {length:.2f} over {drafts:,.0f} drafts"
     if positions:
-        shares = " ".join(f"{positions[index] / steps:.2f}" for index in sorted(positions))
-        cause += f", accepted by position {shares}"
+        at = [positions[index] for index in sorted(positions)]
+        cause += f", unconditional acceptance by position {by_position(unconditional(at, drafts))}"
+        if counts["draft_tokens"] == drafts * len(at):  # one length, so what was accepted before was tested
+            cause += f", conditional {by_position(conditional(at, [drafts, *at[:-1]]))}"
     if length < ALMOST_NOTHING:
         return Finding(
             check="acceptance", level="problem", cause=f"{cause}: the draft is hardly ever right and only costs time",
             remedy="look at the findings on the head, its quantisation and its rope; if they are all ok, the head is "
             "not trained for this target",
         )  # fmt: skip
-    if steps < FEW:
+    if drafts < FEW:
         return Finding(
             check="acceptance", level="warning", cause=f"{cause}, which are few", remedy="send more requests",
         )  # fmt: skip

@@ -3,63 +3,80 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from windowed_mtp.engines.vllm.config import PluginError
-from windowed_mtp.engines.vllm.statistics import CONTEXTS, ContextStatistics, DraftPlan, Step
+from windowed_mtp.engines.vllm.statistics import CONTEXTS, ContextStatistics, DraftPlan, History, Report, Step
 
-_METHOD = "_update_stats_from_output"
+_METHOD = "process_outputs"
+_CLOSE = "update_scheduler_stats"
 _ORIGINAL = "_windowed_mtp_original"
 _STEPS = "windowed_mtp_steps"
 
 
 class StepReader:
-    """Makes steps of the outputs of requests; it keeps what each request emitted last."""
+    """Makes steps of the outputs of requests; it keeps what each request's last step was."""
 
     def __init__(self) -> None:
-        self._emitted: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._last: WeakKeyDictionary[Any, History] = WeakKeyDictionary()
 
-    def __call__(self, state: Any, output: Any) -> Step | None:
-        """Read one output.
+    def __call__(self, states: Mapping[str, Any], outputs: Iterable[Any]) -> list[Step]:
+        """Read outputs of one iteration.
 
         Parameters
         ----------
-        state : RequestState
-            The request, before the output is added to it.
-        output : EngineCoreOutput
-            What a step of the engine gave it.
+        states : mapping of str to RequestState
+            The front end's requests, before the outputs are added to them.
+        outputs : iterable of EngineCoreOutput
+            What the engine gave them.
 
         Returns
         -------
-        Step or None
-            ``None`` where no draft was verified: after a prefill (a preempted request has another one), for a request
-            that was not seen from its start, and for an output without tokens.
+        list of Step
+            One for each output with tokens, also of a request that the front end has dropped: the scheduler counts its
+            drafts.
         """
-        emitted = len(output.new_token_ids)
-        if not emitted or state.detokenizer is None:
-            return None
+        made = []
+        for output in outputs:
+            state = states.get(output.request_id)
+            if output.new_token_ids and (state is None or state.detokenizer is not None):
+                made.append(self._step(state, output))
+        return made
+
+    def _step(self, state: Any, output: Any) -> Step:
+        emitted, finished = len(output.new_token_ids), output.finish_reason is not None
+        if state is None:
+            return Step(None, None, emitted, finished=finished)
         prefilled = state.is_prefilling or any(event.type.name == "SCHEDULED" for event in output.events or ())
-        before = self._emitted.get(state)
-        self._emitted[state] = 0 if prefilled else emitted
-        if prefilled or before is None:
-            return None
-        return Step(state.prompt_len + state.detokenizer.num_output_tokens(), before, emitted)
+        last = None if prefilled else self._last.get(state)
+        history = self._last[state] = History(0 if prefilled else emitted)
+        return Step(
+            state.prompt_len + state.detokenizer.num_output_tokens(),
+            None if last is None else last.emitted,
+            emitted,
+            drafted_before=None if last is None else last.drafted,
+            may_draft=not prefilled or emitted > 1 or _one_token(output.prefill_stats),
+            finished=finished,
+            history=history,
+        )
+
+
+def _one_token(prefill: Any) -> bool:
+    """Whether a prefill computed one token only, which vLLM may pad to a draft's length and then counts as a draft."""
+    return prefill is not None and prefill.num_computed_tokens == 1
 
 
 @contextmanager
 def collect(llm: Any, bounds: Sequence[int] = CONTEXTS) -> Iterator[ContextStatistics]:
     """Count the drafts of an ``LLM`` while the context lasts.
 
-    It needs no statistics of vLLM's (``disable_log_stats`` may be set); without them the step in which a preempted
-    request comes back is counted as one that accepted nothing.
-
     Parameters
     ----------
     llm : vllm.LLM
-        With or without a window.
+        With or without a window; made with ``disable_log_stats=False``, as the counts are those of vLLM's scheduler.
     bounds : sequence of int
         Contexts in tokens, at each of which a new bucket begins.
 
@@ -71,7 +88,7 @@ def collect(llm: Any, bounds: Sequence[int] = CONTEXTS) -> Iterator[ContextStati
     Raises
     ------
     PluginError
-        If it cannot be known what the engine's draft reads, if this vLLM is not one we know, or for bounds that do not
+        If the engine has no drafter or keeps no statistics, if this vLLM is not one we know, or for bounds that do not
         increase.
 
     Examples
@@ -80,23 +97,33 @@ def collect(llm: Any, bounds: Sequence[int] = CONTEXTS) -> Iterator[ContextStati
     ...     llm.generate(prompts)
     >>> print(statistics.table())
     """
-    statistics = ContextStatistics(DraftPlan.read(llm.llm_engine.vllm_config), bounds)
-    processor, reader = llm.llm_engine.output_processor, StepReader()
-    original, outer = _method_of(processor), vars(processor).get(_METHOD)
+    engine = llm.llm_engine
+    statistics = ContextStatistics(DraftPlan.read(engine.vllm_config), bounds)
+    if not engine.log_stats:
+        raise PluginError("vLLM does not count drafts in this engine; pass disable_log_stats=False to LLM.")
+    processor, reader = engine.output_processor, StepReader()
+    process, close = _method_of(processor, _METHOD), _method_of(processor, _CLOSE)
+    outer = {name: vars(processor)[name] for name in (_METHOD, _CLOSE) if name in vars(processor)}
+    steps: list[Step] = []
 
-    def update(state: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-        step = reader(state, output)
-        if step is not None:
-            statistics.add(step)
-        return original(state, output, *args, **kwargs)
+    def processed(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.extend(reader(processor.request_states, outputs))
+        return process(outputs, *args, **kwargs)
 
-    setattr(processor, _METHOD, update)
+    def closed(scheduler_stats: Any) -> Any:
+        statistics.add(steps, Report.read(getattr(scheduler_stats, "spec_decoding_stats", None)))
+        steps.clear()
+        return close(scheduler_stats)
+
+    setattr(processor, _METHOD, processed)
+    setattr(processor, _CLOSE, closed)
     try:
         yield statistics
     finally:
-        delattr(processor, _METHOD)
-        if outer is not None:
-            setattr(processor, _METHOD, outer)
+        for name in (_METHOD, _CLOSE):
+            delattr(processor, name)
+            if name in outer:
+                setattr(processor, name, outer[name])
 
 
 def install() -> None:
@@ -109,20 +136,21 @@ def install() -> None:
     """
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    original = _method_of(OutputProcessor)
+    original = _method_of(OutputProcessor, _METHOD)
     if hasattr(original, _ORIGINAL):
         return
     reader = StepReader()
 
     @functools.wraps(original)
-    def update(self: Any, state: Any, output: Any, timestamp: Any, iteration_stats: Any) -> Any:
-        step = reader(state, output)
-        if step is not None and iteration_stats is not None:
-            vars(iteration_stats).setdefault(_STEPS, []).append(step)
-        return original(self, state, output, timestamp, iteration_stats)
+    def processed(
+        self: Any, outputs: Any, engine_core_timestamp: Any = None, iteration_stats: Any = None, **kwargs: Any
+    ) -> Any:
+        if iteration_stats is not None:
+            vars(iteration_stats).setdefault(_STEPS, []).extend(reader(self.request_states, outputs))
+        return original(self, outputs, engine_core_timestamp, iteration_stats, **kwargs)
 
-    setattr(update, _ORIGINAL, original)
-    setattr(OutputProcessor, _METHOD, update)
+    setattr(processed, _ORIGINAL, original)
+    setattr(OutputProcessor, _METHOD, processed)
 
 
 def uninstall() -> None:
@@ -138,10 +166,10 @@ def steps_of(iteration_stats: Any) -> list[Step]:
     return getattr(iteration_stats, _STEPS, [])
 
 
-def _method_of(owner: Any) -> Any:
-    method = getattr(owner, _METHOD, None)
+def _method_of(owner: Any, name: str) -> Any:
+    method = getattr(owner, name, None)
     if method is None:
         raise PluginError(
-            f"draft keys are not counted, as vLLM's OutputProcessor has no {_METHOD}; use a supported version of vLLM."
+            f"drafts are not counted, as vLLM's OutputProcessor has no {name}; use a supported version of vLLM."
         )
     return method
