@@ -172,20 +172,34 @@ def test_proposals_are_hot_and_come_from_the_distribution_reported(seed: int | N
     assert not torch.cat(reported)[:, cold].any()
 
 
-def test_the_prompts_end_is_in_for_that_request_alone():
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[HotHead]:
+    """The heads of the requests that run."""
+    heads: list[HotHead] = []
+    for_request = HotHead.for_request
+
+    def noted(self: HotHead, prompt: Sequence[int]) -> HotHead:
+        heads.append(for_request(self, prompt))
+        return heads[-1]
+
+    monkeypatch.setattr(HotHead, "for_request", noted)
+    return heads
+
+
+def test_the_prompts_end_is_in_for_that_request_alone(requests: list[HotHead]):
     ids = prompt(40)
     hot = HotSet(ranking([], special=[0]), size=7, prompt_tail=6)
     _, steps, made = decode(ids, hot_vocabulary=hot)
     assert {token for step in steps for token in step.proposed} <= set(hot.ids(tiny.VOCAB, ids[0].tolist()))
-    assert {0, *ids[0, -6:].tolist()} <= set(made.hot_head._ids.tolist())
+    assert {0, *ids[0, -6:].tolist()} <= set(requests[-1]._ids.tolist())
     other = ids.flip(1)
     generate(FAMILY, other, custom_generate=made, max_new_tokens=2)
-    assert made.hot_head._ids.tolist() == hot.ids(tiny.VOCAB, other[0].tolist())
+    assert requests[-1]._ids.tolist() == hot.ids(tiny.VOCAB, other[0].tolist())
 
 
-def test_online_counts_follow_what_is_emitted():
+def test_online_counts_follow_what_is_emitted(requests: list[HotHead]):
     counts = OnlineCounts(interval=4)
-    output, steps, made = decode(prompt(40), hot_vocabulary=HotSet(counts, size=5))
+    output, steps, _ = decode(prompt(40), hot_vocabulary=HotSet(counts, size=5))
     assert counts.version == len(output) // 4
     written = 0
     for step in steps:
@@ -193,9 +207,9 @@ def test_online_counts_follow_what_is_emitted():
         seen = OnlineCounts(interval=4)
         seen.update(output[:written])
         assert set(step.proposed) <= set(seen.ids(5, tiny.VOCAB)), f"after {written} tokens"
-    assert made.hot_head._ids.tolist() == counts.ids(5, tiny.VOCAB) != [0, 1, 2, 3, 4]
+    assert requests[-1]._ids.tolist() == counts.ids(5, tiny.VOCAB) != [0, 1, 2, 3, 4]
     weight = tiny.model(FAMILY).get_output_embeddings().weight
-    assert torch.equal(made.hot_head._rows, weight[made.hot_head._ids])
+    assert torch.equal(requests[-1]._rows, weight[requests[-1]._ids])
 
 
 def test_ranking_anew_counts_as_the_drafts_time(monkeypatch: pytest.MonkeyPatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from windowed_mtp.engines.protocol import StepEvent
 
@@ -79,3 +81,19 @@ class DecodeStats:
         for position in range(tested):
             self.proposed[position] += 1
             self.accepted[position] += position < event.accepted
+
+
+class StatsByThread:
+    """The last counts of each thread, so that generations side by side do not see each other's."""
+
+    def __init__(self) -> None:
+        self._last = DecodeStats()
+        self._by_thread: WeakKeyDictionary[threading.Thread, DecodeStats] = WeakKeyDictionary()
+
+    def put(self, stats: DecodeStats) -> None:
+        """Keep the counts of a generation of this thread."""
+        self._last = self._by_thread[threading.current_thread()] = stats
+
+    def get(self) -> DecodeStats:
+        """Return this thread's counts; in a thread without a generation, the last of any."""
+        return self._by_thread.get(threading.current_thread(), self._last)

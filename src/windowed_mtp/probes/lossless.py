@@ -15,9 +15,9 @@ The same test on the draft's unverified first proposals is the control: where dr
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -258,9 +258,9 @@ class SampledCheck:
     @torch.no_grad()
     def _run(self, ids: Tensor) -> None:
         drafter, length = self.drafter, ids.shape[1]
-        with _recorded(drafter) as steps:
-            options = {**PLAIN, "temperature": self.temperature, "do_sample": True, "max_new_tokens": self.new_tokens}
-            ids = generate(drafter.model, ids, custom_generate=drafter, **options)
+        recorded, steps = _recorded(drafter)
+        options = {**PLAIN, "temperature": self.temperature, "do_sample": True, "max_new_tokens": self.new_tokens}
+        ids = generate(drafter.model, ids, custom_generate=recorded, **options)
         self.engaged |= _engaged(drafter, ids.shape[1])
         new = ids[0, length:]
         logits = drafter.model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=len(new)).logits[0]
@@ -268,7 +268,7 @@ class SampledCheck:
         order = p.clone()  # by p where nothing was drafted, else by p/q
         for event, draft_logits in steps:
             first = event.length - length
-            rows = min(event.accepted + 1, len(event.proposed), len(event.emitted))
+            rows = min(len(event.proposed), len(event.emitted))
             q = (draft_logits[:rows].float() / self.temperature).softmax(-1)
             order[first : first + rows] /= q.clamp_min(torch.finfo(q.dtype).tiny)
         self._output.append(self._uniform(p, order, new))
@@ -316,17 +316,20 @@ class _RecordingHead:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
+    def for_request(self, prompt: Sequence[int]) -> _RecordingHead:
+        self._head = self._head.for_request(prompt)
+        return self
+
     def logits(self, layer: int, out: Tensor) -> Tensor:
         logits = self._head.logits(layer, out)
         self.seen.append(logits)
         return logits
 
 
-@contextmanager
-def _recorded(drafter: WindowedMTP) -> Iterator[list[tuple[StepEvent, Tensor]]]:
-    """Note each step of a drafter with its draft logits ``[k, V]``; its head and observer are put back afterwards."""
-    head, observer = drafter.head, drafter.on_step
-    recorder = _RecordingHead(head)
+def _recorded(drafter: WindowedMTP) -> tuple[WindowedMTP, list[tuple[StepEvent, Tensor]]]:
+    """Copy a drafter; the list gets each step of the copy's next generation, with its draft logits ``[k, V]``."""
+    observer = drafter.on_step
+    recorder = _RecordingHead(drafter.head)
     steps: list[tuple[StepEvent, Tensor]] = []
 
     def note(event: StepEvent) -> None:
@@ -336,11 +339,9 @@ def _recorded(drafter: WindowedMTP) -> Iterator[list[tuple[StepEvent, Tensor]]]:
         if observer is not None:
             observer(event)
 
-    drafter.head, drafter.on_step = recorder, note  # type: ignore[assignment]
-    try:
-        yield steps
-    finally:
-        drafter.head, drafter.on_step = head, observer
+    recorded = copy.copy(drafter)
+    recorded.head, recorded.on_step = recorder, note  # type: ignore[assignment]
+    return recorded, steps
 
 
 def _engaged(drafter: WindowedMTP, tokens: int) -> bool:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from windowed_mtp.engines.protocol import DepthPolicy, ProposalOverride, StepContext, StepEvent, StepObserver
-from windowed_mtp.engines.stats import DecodeStats
+from windowed_mtp.engines.stats import DecodeStats, StatsByThread
 from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.engines.transformers.draft import DraftState, Keep, Prefill
 from windowed_mtp.engines.transformers.heads import load_head
@@ -60,10 +60,10 @@ class WindowedMTP:
     measure : bool
         Synchronise the GPU around the halves of a step, so that their times are exact.
 
-    Attributes
-    ----------
-    stats : DecodeStats
-        Counts and times of the last generation.
+    Notes
+    -----
+    One drafter serves several generations at once, in threads of their own or one within another, and the model may
+    be used beside them. What is passed in (callables, an `OnlineCounts`) is shared by all of them.
 
     Raises
     ------
@@ -102,7 +102,12 @@ class WindowedMTP:
         self.override = override
         self.shadows = dict(shadows or {})
         self.measure = measure
-        self.stats = DecodeStats()
+        self._stats = StatsByThread()
+
+    @property
+    def stats(self) -> DecodeStats:
+        """Counts and times of the last generation in this thread; in a thread without one, of the last in any."""
+        return self._stats.get()
 
     @classmethod
     def from_model(
@@ -183,11 +188,10 @@ class WindowedMTP:
             decoding = _Decoding(
                 self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer
             )
-            return decoding.run()
-
-    def draft_state(self, window: SinkWindow | None) -> DraftState:
-        """Make a state of this head that reads ``window`` and keeps everything (for shadows)."""
-        return DraftState(self.head, window, self.num_speculative_tokens)
+            self._stats.put(decoding.stats)
+            output = decoding.run()
+            self._stats.put(decoding.stats)  # again: generations within this one have ended since
+            return output
 
 
 class _Decoding:
@@ -211,22 +215,19 @@ class _Decoding:
         self.config = config
         self.streamer = streamer
         self.sample = bool(config.do_sample)
-        self.draft = DraftState(
-            drafter.head, drafter.window, drafter.num_speculative_tokens, drafter.keep, drafter.prefill
-        )
-        self.shadows = {name: drafter.draft_state(window) for name, window in drafter.shadows.items()}
-        self.hot_head = drafter.hot_head
+        self.head = drafter.head.for_request(ids[0].tolist())
+        depth = drafter.num_speculative_tokens
+        self.draft = DraftState(self.head, drafter.window, depth, drafter.keep, drafter.prefill)
+        self.shadows = {name: DraftState(self.head, window, depth) for name, window in drafter.shadows.items()}
         self.emitted: tuple[int, ...] = ()
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
-        self.stats = drafter.stats = DecodeStats(prompt_tokens=ids.shape[1])
+        self.stats = DecodeStats(prompt_tokens=ids.shape[1])
 
     def run(self) -> Tensor | GenerateDecoderOnlyOutput:
         begin = self._clock()
         logits, features = self.target.prefill(self.ids, getattr(self.config, "prefill_chunk_size", None))
         prefilled = self._clock()
-        if self.hot_head is not None:
-            self.hot_head.begin(self.ids[0].tolist())
         self._observe(features)
         self.draft.advance(self.ids)
         self.stats.target_prefill_seconds = prefilled - begin
@@ -239,10 +240,10 @@ class _Decoding:
         self.emitted = tuple(self.ids[0, -1:].tolist())
         while not done:
             done = self._step()
-        self._follow()
+        self.head.follow(self.emitted)
         self.stats.new_tokens = self.ids.shape[1] - self.stats.prompt_tokens
         self.stats.draft_kv_bytes = self.draft.num_bytes
-        self.stats.hot_head_bytes = 0 if self.hot_head is None else self.hot_head.num_bytes
+        self.stats.hot_head_bytes = self.head.num_bytes
         if self.streamer is not None:
             self.streamer.end()
         if not self.config.return_dict_in_generate:
@@ -258,7 +259,7 @@ class _Decoding:
         context = self._context()
         depth = self._depth(context)
         keys_before, begin = self.draft.keys_read, self._clock()
-        self._follow()
+        self.head.follow(self.emitted)  # a part of the draft's work, and of its time
         drafted, distributions = self._propose(context, depth)
         drafted_at = self._clock()
 
@@ -380,11 +381,6 @@ class _Decoding:
         self.draft.observe(features)
         for shadow in self.shadows.values():
             shadow.observe(features)
-
-    def _follow(self) -> None:
-        """Let a hot vocabulary follow the last step's tokens: a part of the draft's work, and of its time."""
-        if self.hot_head is not None:
-            self.hot_head.follow(self.emitted)
 
     def _shadow(self, context: StepContext, depth: int) -> dict[str, tuple[int, ...]]:
         greedy = lambda logits, ids: logits.argmax(-1, keepdim=True)  # noqa: E731
