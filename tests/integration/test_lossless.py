@@ -25,8 +25,9 @@ def windowed() -> WindowedMTP:
 
 def accept_everything(self: Any, drafted: Tensor, distributions: Any, logits: Tensor) -> Any:
     """An acceptance rule that never looks at the target."""
-    scores = self._scores(torch.cat([self.ids, drafted], dim=1), logits[-1:])
-    return [*drafted.unbind(1), self._pick(scores)], [scores] * (drafted.shape[1] + 1)
+    scores = logits[-1:].float()
+    last = torch.multinomial(scores.softmax(-1), 1)[:, 0]
+    return [(token, scores) for token in (*drafted.unbind(1), last)]
 
 
 def propose_the_argmax(self: Any, context: Any, depth: int) -> Any:
@@ -34,7 +35,7 @@ def propose_the_argmax(self: Any, context: Any, depth: int) -> Any:
     distributions = []
 
     def choose(logits: Tensor, ids: Tensor) -> Tensor:
-        distributions.append(self._scores(ids, logits).softmax(-1))
+        distributions.append(self.draft_processor(ids, logits.float()).softmax(-1))
         return distributions[-1].argmax(-1, keepdim=True)
 
     return self.draft.propose(self.ids, depth, choose), distributions
@@ -74,8 +75,12 @@ def test_a_tie_in_the_target_is_a_near_tie(monkeypatch: pytest.MonkeyPatch):
     model = tiny.AutoModelForCausalLM.from_pretrained(tiny.checkpoint("qwen3_5"), dtype=torch.float32).eval()
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         module.weight.data[1:96:2] = module.weight.data[0:96:2]
-    pick = drafter._Decoding._pick
-    monkeypatch.setattr(drafter._Decoding, "_pick", lambda self, scores: (pick(self, scores) + 1).clamp_max(95))
+    accept = drafter._Decoding._accept
+
+    def the_other(*args: Any) -> Any:
+        return ((torch.where(token < 96, token ^ 1, token), scores) for token, scores in accept(*args))
+
+    monkeypatch.setattr(drafter._Decoding, "_accept", the_other)
     verdict = greedy_verdict(WindowedMTP.from_model(model, window=WINDOW), prompt(30), new_tokens=20)
     assert verdict.verdict == "near tie" and verdict.position == 0
     assert verdict.gap <= verdict.threshold < 1e-3 and verdict.margin < 1e-4

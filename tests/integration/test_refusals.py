@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 from checks import Case, drafter, generate, prompt
-from transformers import DynamicCache, SynthIDTextWatermarkingConfig
+from transformers import DynamicCache
 
 from windowed_mtp import SinkWindow
 from windowed_mtp.engines.transformers import WindowedMTP
@@ -76,12 +76,6 @@ def test_positions_of_the_caller():
     request("position_ids do not count", position_ids=torch.arange(21)[None])
     positions = torch.arange(20)[None]
     generate("qwen3_5", prompt(20), max_new_tokens=4, custom_generate=drafter(Case("qwen3_5")), position_ids=positions)
-
-
-def test_processors_that_keep_a_state():
-    request("guidance_scale keeps a state", guidance_scale=1.5)
-    watermark = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
-    request("SynthID watermarking keeps a state", do_sample=True, watermarking_config=watermark)
 
 
 @pytest.mark.parametrize("depth", [None, 1.5, -1, 4])

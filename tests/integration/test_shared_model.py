@@ -18,12 +18,13 @@ import torch
 from checks import generate, override, plain, prompt
 from integration import test_eagle3
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from windowed_mtp import SinkWindow
 from windowed_mtp.engines.protocol import StepContext
 from windowed_mtp.engines.transformers import WindowedMTP
-from windowed_mtp.vocab import OnlineCounts
+from windowed_mtp.vocab import HotSet, OnlineCounts
 
 NEW = 12
 FAMILIES = ["qwen3_5", "nemotron_h", "eagle3"]
@@ -129,6 +130,35 @@ def test_others_may_use_the_model_in_the_middle_of_a_pass(family: str, thread: b
         assert request.own == alone.own, "the draft sees the same features"
         assert (drafter.stats.prompt_tokens, drafter.stats.new_tokens) == (40, NEW)
         assert drafter.stats.steps == len(alone.own)
+
+
+def test_a_streamer_and_a_processor_may_generate():
+    """Between passes, with a head that holds rows for each request."""
+    counts = OnlineCounts(interval=4)
+    drafter = tiny.drafter("qwen3_5", window=SinkWindow(4, 16), hot_vocabulary=HotSet(counts, size=20, prompt_tail=9))
+    expected, inner, ran = plain("qwen3_5", 40, NEW)[0].tolist(), plain("qwen3_5", 33, 4)[0].tolist(), []
+
+    def nested() -> None:
+        output = generate("qwen3_5", prompt(33), max_new_tokens=4, custom_generate=drafter)
+        ran.append(output[0].tolist() == inner and drafter.stats.prompt_tokens == 33)
+
+    class Stream(BaseStreamer):
+        def put(self, value):
+            nested()
+
+        def end(self):
+            nested()
+
+    class Process(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            nested()
+            return scores
+
+    options = {"streamer": Stream(), "logits_processor": [Process()]}
+    output = generate("qwen3_5", prompt(40), max_new_tokens=NEW, custom_generate=drafter, **options)
+    assert output[0].tolist() == expected
+    assert len(ran) == 1 + NEW + 1 + NEW and all(ran)
+    assert (drafter.stats.prompt_tokens, drafter.stats.new_tokens) == (40, NEW)
 
 
 def test_threads_that_share_one_drafter():

@@ -22,7 +22,8 @@ class DecodeStats:
     step_tokens : int
         Tokens emitted by steps.
     proposed, accepted : list of int
-        By draft position: how often a token at this position was verified, and how often it was accepted.
+        By draft position: how often a token of the output was decided with a proposal at this position, and how often
+        it was the proposal. What was verified beyond the output's end does not count.
     draft_keys_read : int
         Keys that draft attention read over all steps (prefill excluded).
     draft_kv_bytes : int
@@ -74,7 +75,7 @@ class DecodeStats:
         self.draft_keys_read += event.draft_keys
         self.draft_seconds += event.draft_seconds
         self.verify_seconds += event.verify_seconds
-        tested = min(event.accepted + 1, len(event.proposed))
+        tested = min(len(event.emitted), len(event.proposed))
         while len(self.proposed) < tested:
             self.proposed.append(0)
             self.accepted.append(0)

@@ -10,18 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
-from transformers.generation import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.errors import GenerationError, VocabularyError, WindowError
 from windowed_mtp.vocab import HotSet
 from windowed_mtp.window import SinkWindow
-
-STATEFUL = {
-    UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
-    SynthIDTextWatermarkLogitsProcessor: "SynthID watermarking",
-}
-"""Processors that remember the tokens of earlier calls, with what a user asked for to get them."""
 
 
 def check_options(
@@ -82,7 +75,6 @@ def check_request(
     own_model: PreTrainedModel,
     model: PreTrainedModel,
     ids: Tensor,
-    processors: Any,
     config: Any,
     model_kwargs: dict[str, Any],
 ) -> DynamicCache:
@@ -117,12 +109,6 @@ def check_request(
     positions = model_kwargs.get("position_ids")  # generate makes them, ``[..., 1, n]``
     if positions is not None and not _counts(positions, ids.shape[1]):
         raise GenerationError("position_ids do not count the prompt from 0 on, as the draft does; leave them out.")
-    for processor in processors:
-        if type(processor) in STATEFUL:
-            raise GenerationError(
-                f"{STATEFUL[type(processor)]} keeps a state from token to token, which drafted tokens would disturb; "
-                "leave it out or generate without the drafter."
-            )
     if config.output_attentions or config.output_hidden_states:
         raise GenerationError(
             "output_attentions and output_hidden_states are not collected while drafting; leave them out."
