@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from types import FrameType
 from typing import Any
@@ -10,11 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
+from transformers.generation import GenerationMixin
 
 from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.errors import GenerationError, VocabularyError, WindowError
 from windowed_mtp.vocab import HotSet
 from windowed_mtp.window import SinkWindow
+
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def check_options(
@@ -138,10 +142,22 @@ def _counts(positions: Tensor, length: int) -> bool:
 
 
 def streamer_of(frame: FrameType | None) -> Any:
-    """Return the ``streamer`` argument of the ``generate`` call that called into ``frame``.
+    """Return the ``streamer`` argument of the ``generate`` call in whose course ``frame`` runs.
 
     ``generate`` feeds the prompt to its streamer but does not hand it to a ``custom_generate`` callable, which would
-    leave the user's streamer without a single generated token.
+    leave the user's streamer without a single generated token. Whatever the user put between ``generate`` and the
+    drafter (a function around it, say) does not matter.
+
+    Raises
+    ------
+    GenerationError
+        If no ``generate`` with a callable of the user's is running in this thread.
     """
-    caller = frame.f_back if frame is not None else None
-    return caller.f_locals.get("streamer") if caller is not None else None
+    while frame is not None:
+        if frame.f_code is _GENERATE and callable(frame.f_locals.get("custom_generate")):
+            return frame.f_locals.get("streamer")
+        frame = frame.f_back
+    raise GenerationError(
+        "the drafter was not called by generate, or in another thread than generate runs in, so the streamer cannot be "
+        "found; pass the drafter, or a function that calls it, as model.generate(..., custom_generate=drafter)."
+    )
