@@ -183,6 +183,8 @@ class WindowedMTP:
         ------
         GenerationError
             If the request is one that this engine does not serve.
+        AllocationError
+            If there is no memory for the draft's keys and values.
         """
         streamer = streamer_of(inspect.currentframe())
         cache = check_request(self.model, model, input_ids, generation_config, model_kwargs)

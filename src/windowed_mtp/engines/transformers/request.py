@@ -128,9 +128,10 @@ def check_request(
         raise GenerationError(
             f"{cache_name} was passed, but it carries no hidden states for the draft; pass the whole prompt instead."
         )
-    if type(cache) is not DynamicCache:
+    if type(cache) is not DynamicCache or cache.offloading:
+        kind = "one that is offloaded" if type(cache) is DynamicCache else type(cache).__name__
         raise GenerationError(
-            f"the draft needs the dynamic cache, but generate made {type(cache).__name__}; "
+            f"the draft needs the dynamic cache, but generate made {kind}; "
             "leave use_cache on and cache_implementation unset."
         )
     return cache
