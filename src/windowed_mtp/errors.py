@@ -37,6 +37,10 @@ class GenerationError(WindowedMTPError):
     """A generation request that the engine cannot serve."""
 
 
+class AllocationError(WindowedMTPError):
+    """Memory that a draft needs and the device does not give."""
+
+
 class ResultError(WindowedMTPError):
     """A result file that cannot be written, or that is not one."""
 

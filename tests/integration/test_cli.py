@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import tiny
-import torch
+from integration import test_lossless
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -213,8 +213,12 @@ def test_demo_shows_three_arms_and_identical_output(run: Run, tmp_path: Path):
 
 @pytest.mark.usefixtures("bundled")
 def test_demo_says_where_outputs_differ(run: Run, monkeypatch: pytest.MonkeyPatch):
-    pick = drafter._Decoding._pick
-    monkeypatch.setattr(drafter._Decoding, "_pick", lambda self, scores: (pick(self, scores) + 1) % tiny.VOCAB)
+    accept = drafter._Decoding._accept
+
+    def another(*args: Any) -> Any:
+        return (((token + 1) % tiny.VOCAB, scores) for token, scores in accept(*args))
+
+    monkeypatch.setattr(drafter._Decoding, "_accept", another)
     outcome = run(*SMALL_DEMO)
     assert outcome.code == 1
     assert re.search(r"output identical: no; native MTP differs from the new token 0 on.* apart", outcome.out)
@@ -286,17 +290,22 @@ def test_verify_lossless_reads_jsonl(run: Run, checkpoint: Path, tmp_path: Path)
 def test_verify_lossless_finds_a_sabotaged_acceptance(
     run: Run, checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def accept_everything(self: Any, drafted: torch.Tensor, distributions: Any, logits: torch.Tensor) -> Any:
-        scores = self._scores(torch.cat([self.ids, drafted], dim=1), logits[-1:])
-        return [*drafted.unbind(1), self._pick(scores)], [scores] * (drafted.shape[1] + 1)
-
-    monkeypatch.setattr(drafter._Decoding, "_accept", accept_everything)
+    monkeypatch.setattr(drafter._Decoding, "_accept", test_lossless.accept_everything)
     outcome = verify(run, checkpoint, prompts, "--sampled-tokens", 200, "--json", tmp_path / "out.json")
     assert outcome.code == 1 and outcome.err == ""
     assert re.search(r"DIFFERENT at new token \d+, margin [\d.e-]+, .* below the best \(threshold", outcome.out)
     assert "DIFFERENT from the target" in outcome.out and outcome.out.endswith("lossless: no\n")
     result = LosslessResult.load(tmp_path / "out.json")
     assert not result.passed and {row.verdict for row in result.rows} == {"different"}
+
+
+def test_verify_lossless_says_that_a_target_disagrees_with_itself(
+    run: Run, checkpoint: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+):
+    test_lossless.chunks_without_the_recurrent_state(monkeypatch)
+    outcome = verify(run, checkpoint, prompts, "--sampled-tokens", 0, "--dtype", "float32")
+    assert outcome.code == 1 and outcome.out.endswith("lossless: no\n")
+    assert "THE TARGET DISAGREES WITH ITSELF at new token" in outcome.out and "rounding explains" in outcome.out
 
 
 def test_verify_lossless_warns_of_a_window_that_never_engages(run: Run, checkpoint: Path, prompts: Path):

@@ -8,12 +8,18 @@ import torch
 from checks import prompt
 from scipy.stats import chisquare
 from torch import Tensor
+from transformers import DynamicCache
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, Qwen3_5GatedDeltaNet
 
 from windowed_mtp import SinkWindow
 from windowed_mtp.engines.transformers import WindowedMTP, drafter
+from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.errors import GenerationError
-from windowed_mtp.probes.lossless import SampledCheck, greedy_verdict, uniform_test
+from windowed_mtp.probes import lossless
+from windowed_mtp.probes.lossless import LosslessResult, SampledCheck, greedy_verdict, uniform_test
 from windowed_mtp.probes.target_runs import chunked_logits, first_difference
+from windowed_mtp.reference import checkpoint_path
+from windowed_mtp.results import Provenance
 
 WINDOW = SinkWindow(2, 8)
 
@@ -25,8 +31,9 @@ def windowed() -> WindowedMTP:
 
 def accept_everything(self: Any, drafted: Tensor, distributions: Any, logits: Tensor) -> Any:
     """An acceptance rule that never looks at the target."""
-    scores = self._scores(torch.cat([self.ids, drafted], dim=1), logits[-1:])
-    return [*drafted.unbind(1), self._pick(scores)], [scores] * (drafted.shape[1] + 1)
+    scores = logits[-1:].float()
+    last = torch.multinomial(scores.softmax(-1), 1)[:, 0]
+    return [(token, scores) for token in (*drafted.unbind(1), last)]
 
 
 def propose_the_argmax(self: Any, context: Any, depth: int) -> Any:
@@ -34,7 +41,7 @@ def propose_the_argmax(self: Any, context: Any, depth: int) -> Any:
     distributions = []
 
     def choose(logits: Tensor, ids: Tensor) -> Tensor:
-        distributions.append(self._scores(ids, logits).softmax(-1))
+        distributions.append(self.draft_processor(ids, logits.float()).softmax(-1))
         return distributions[-1].argmax(-1, keepdim=True)
 
     return self.draft.propose(self.ids, depth, choose), distributions
@@ -74,11 +81,81 @@ def test_a_tie_in_the_target_is_a_near_tie(monkeypatch: pytest.MonkeyPatch):
     model = tiny.AutoModelForCausalLM.from_pretrained(tiny.checkpoint("qwen3_5"), dtype=torch.float32).eval()
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         module.weight.data[1:96:2] = module.weight.data[0:96:2]
-    pick = drafter._Decoding._pick
-    monkeypatch.setattr(drafter._Decoding, "_pick", lambda self, scores: (pick(self, scores) + 1).clamp_max(95))
+    accept = drafter._Decoding._accept
+
+    def the_other(*args: Any) -> Any:
+        return ((torch.where(token < 96, token ^ 1, token), scores) for token, scores in accept(*args))
+
+    monkeypatch.setattr(drafter._Decoding, "_accept", the_other)
     verdict = greedy_verdict(WindowedMTP.from_model(model, window=WINDOW), prompt(30), new_tokens=20)
     assert verdict.verdict == "near tie" and verdict.position == 0
     assert verdict.gap <= verdict.threshold < 1e-3 and verdict.margin < 1e-4
+
+
+def chunks_without_the_recurrent_state(patch: pytest.MonkeyPatch):
+    """Passes of several tokens begin with an empty recurrent state, if not with an empty cache."""
+    forward = Qwen3_5GatedDeltaNet.forward
+
+    def broken(self: Any, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Any:
+        if cache_params is not None and hidden_states.shape[1] > 1:
+            for state in cache_params.layers[self.layer_idx].recurrent_states.values():
+                if state is not None:
+                    state.zero_()
+        return forward(self, hidden_states, cache_params=cache_params, **kwargs)
+
+    patch.setattr(Qwen3_5GatedDeltaNet, "forward", broken)
+
+
+def chunks_that_see_ahead(patch: pytest.MonkeyPatch):
+    """In passes of several tokens each one attends to all of them, if the cache is not empty."""
+    forward = Qwen3_5Attention.forward
+
+    def broken(self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
+        cache, queries = kwargs[cache_argument(self)], hidden_states.shape[1]
+        known = cache.get_seq_length(self.layer_idx) if isinstance(cache, DynamicCache) else 0  # else the draft's
+        if known and queries > 1:
+            kwargs["attention_mask"] = torch.ones(1, 1, queries, known + queries, dtype=torch.bool)
+        return forward(self, hidden_states, **kwargs)
+
+    patch.setattr(Qwen3_5Attention, "forward", broken)
+
+
+FAULTS = [chunks_without_the_recurrent_state, chunks_that_see_ahead]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "dtype"),
+    [("tiny", torch.float32), ("bundled", torch.float32), ("bundled", torch.bfloat16)],
+)
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_a_target_whose_chunks_are_wrong_disagrees_with_itself(
+    fault: Any, checkpoint: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    path = tiny.checkpoint("qwen3_5") if checkpoint == "tiny" else checkpoint_path()
+    model = tiny.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    windowed = WindowedMTP.from_model(model, window=WINDOW, override=lambda context, own: [5, 6, 7][: len(own)])
+    if fault is None:
+        assert greedy_verdict(windowed, prompt(60), new_tokens=40).verdict in ("equal", "near tie")
+        return
+    fault(monkeypatch)
+    verdict = greedy_verdict(windowed, prompt(60), new_tokens=40)
+    assert verdict.verdict == "the target disagrees with itself" and verdict.position is not None
+    assert verdict.noise > 4 * verdict.explained
+    assert not LosslessResult(provenance=Provenance.collect(), settings={}, rows=(verdict,)).passed
+
+
+@pytest.mark.parametrize("family", sorted({*tiny.BUILDERS} - {"qwen3_5-chained", "deepseek_v3-chained"}))
+def test_rounding_explains_what_honest_chunks_differ_by(family: str):
+    """In bfloat16, whether or not the drafter's output happens to differ."""
+    model, ids = tiny.model(family, torch.bfloat16), prompt(40)
+    plain = lossless.generate(model, ids, do_sample=False, max_new_tokens=24, eos_token_id=None)
+    alone = chunked_logits(model, plain, 40, 1)
+    explained = lossless.ROUNDING_MARGIN * lossless._rounding(model, plain, 40, alone)
+    for chunk in (2, 4):
+        noise = lossless._largest(chunked_logits(model, plain, 40, chunk) - alone)
+        assert noise.max() <= explained.max() and noise.mean() <= explained.mean()
+    layers = model.get_decoder().layers
+    assert not any(layer._forward_pre_hooks for layer in layers)
 
 
 def test_honest_sampled_output_is_consistent(windowed: WindowedMTP):

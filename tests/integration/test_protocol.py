@@ -1,5 +1,8 @@
 """What ``generate`` offers works with the drafter, and the outside sees and steers every step."""
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import tiny
 import torch
@@ -10,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from windowed_mtp import SinkWindow
 from windowed_mtp.engines.protocol import StepContext, StepEvent
 from windowed_mtp.engines.transformers import WindowedMTP
+from windowed_mtp.errors import GenerationError
 
 FAMILIES = ["qwen3_5", "deepseek_v3"]
 
@@ -115,13 +119,67 @@ def test_stopping_criteria_see_every_prefix():
     assert output.tolist() == truth[:, :47].tolist()
 
 
-def test_the_streamer_of_generate_gets_every_token():
+class Around:
+    """Somebody's object that holds a drafter."""
+
+    def __init__(self, made: WindowedMTP):
+        self.made = made
+
+    def decode(self, *args, **kwargs):
+        return (lambda: self.made(*args, **kwargs))()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda made: made,
+        lambda made: lambda *args, **kwargs: made(*args, **kwargs),
+        lambda made: functools.partial(made),
+        lambda made: functools.partial(lambda *args, **kwargs: made(*args, **kwargs)),
+        lambda made: functools.wraps(made.__call__)(lambda *args, **kwargs: made(*args, **kwargs)),
+        lambda made: Around(made).decode,
+    ],
+    ids=["itself", "lambda", "partial", "partial of lambda", "wraps", "method"],
+)
+def test_the_streamer_of_generate_gets_every_token(wrap):
     streamer = Collect()
-    output = generate(
-        "qwen3_5", prompt(40), max_new_tokens=24, custom_generate=drafter(Case("qwen3_5")), streamer=streamer
-    )
-    assert streamer.tokens == output[0].tolist()
+    custom = wrap(drafter(Case("qwen3_5")))
+    output = generate("qwen3_5", prompt(40), max_new_tokens=24, custom_generate=custom, streamer=streamer)
+    assert streamer.tokens == output[0].tolist() == plain("qwen3_5", 40, 24)[0].tolist()
     assert streamer.ended
+
+
+def test_a_generation_within_another_has_a_streamer_of_its_own():
+    outer, inner, made = Collect(), Collect(), drafter(Case("qwen3_5"))
+
+    class Nested(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            if input_ids.shape[1] == 45:
+                generate("qwen3_5", prompt(33), max_new_tokens=3, custom_generate=made, streamer=inner)
+                generate("qwen3_5", prompt(33), max_new_tokens=3, custom_generate=made)
+            return scores
+
+    options = {"max_new_tokens": 8, "streamer": outer, "logits_processor": [Nested()]}
+    generate("qwen3_5", prompt(40), custom_generate=lambda *args, **kwargs: made(*args, **kwargs), **options)
+    assert outer.tokens == plain("qwen3_5", 40, 24)[0, :48].tolist()
+    assert inner.tokens == plain("qwen3_5", 33, 3)[0].tolist()
+
+
+def test_a_call_from_elsewhere_is_refused():
+    made = drafter(Case("qwen3_5"))
+
+    def elsewhere(*args, **kwargs):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(made, *args, **kwargs).result()
+
+    class Direct(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return made(tiny.model("qwen3_5"), input_ids, [], [], None)
+
+    for options in ({"custom_generate": elsewhere}, {"logits_processor": [Direct()]}):
+        with pytest.raises(GenerationError, match="was not called by generate") as caught:
+            generate("qwen3_5", prompt(40), max_new_tokens=4, streamer=Collect(), **options)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,11 +4,12 @@ import pytest
 import tiny
 import torch
 from checks import Case, drafter, generate, prompt
-from transformers import DynamicCache, SynthIDTextWatermarkingConfig
+from transformers import DynamicCache
 
 from windowed_mtp import SinkWindow
 from windowed_mtp.engines.transformers import WindowedMTP
-from windowed_mtp.errors import GenerationError, WindowedMTPError, WindowError
+from windowed_mtp.engines.transformers.compat import cache_argument
+from windowed_mtp.errors import AllocationError, GenerationError, WindowedMTPError, WindowError
 
 
 def refused(error: type[WindowedMTPError], match: str):
@@ -78,12 +79,6 @@ def test_positions_of_the_caller():
     generate("qwen3_5", prompt(20), max_new_tokens=4, custom_generate=drafter(Case("qwen3_5")), position_ids=positions)
 
 
-def test_processors_that_keep_a_state():
-    request("guidance_scale keeps a state", guidance_scale=1.5)
-    watermark = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
-    request("SynthID watermarking keeps a state", do_sample=True, watermarking_config=watermark)
-
-
 @pytest.mark.parametrize("depth", [None, 1.5, -1, 4])
 def test_depths_that_cannot_be(depth: object):
     with refused(GenerationError, f"returned {depth}, but it must stay between 0 and"):
@@ -105,6 +100,47 @@ def test_a_caller_s_own_cache():
 def test_other_caches():
     request("dynamic cache", use_cache=False)
     request("dynamic cache", cache_implementation="static")
+
+
+def test_an_offloaded_cache():
+    made = drafter(Case("qwen3_5"))
+
+    def offloaded(*args, **kwargs):
+        kwargs[cache_argument(args[0])].offloading = True  # only a machine with a GPU makes one
+        return made(*args, **kwargs)
+
+    with refused(GenerationError, "dynamic cache, but generate made one that is offloaded"):
+        generate("qwen3_5", prompt(20), max_new_tokens=4, custom_generate=offloaded)
+
+
+@pytest.mark.parametrize("prefill", ["full", "pruned"])
+@pytest.mark.parametrize("window", [10**12, 2**62, 10**20])
+def test_a_ring_that_no_memory_holds(window: int, prefill: str):
+    options = {"window": SinkWindow(4, window), "keep": "ring", "prefill": prefill}
+    with refused(
+        AllocationError, f"need {window + 7:,} slots a layer, {(window + 7) * 2 * 2 * 16 * 4:,} bytes"
+    ) as caught:
+        generate("qwen3_5", prompt(20), max_new_tokens=4, custom_generate=tiny.drafter("qwen3_5", **options))
+    message = str(caught.value)
+    assert message.endswith("cpu cannot give; use a smaller window, or keep='all'.") and "\n" not in message
+
+
+def test_a_draft_that_outgrows_its_memory(monkeypatch: pytest.MonkeyPatch):
+    """The machine gives 256 slots and no more."""
+    empty = torch.Tensor.new_empty
+
+    def limited(self, *size, **options):
+        if len(size) == 4 and size[2] > 256:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+        return empty(self, *size, **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", limited)
+    ids = prompt(250)
+    with refused(
+        AllocationError, r"need 3\d\d slots a layer, \d\d,\d\d\d bytes, .* shorten the prompt, or use keep='ring'\.$"
+    ):
+        generate("qwen3_5", ids, max_new_tokens=24, custom_generate=drafter(Case("qwen3_5", window=None)))
+    assert generate("qwen3_5", prompt(20), max_new_tokens=4, custom_generate=drafter(Case("qwen3_5"))).shape == (1, 24)
 
 
 def test_a_prompt_beyond_the_positions_names_the_limit():

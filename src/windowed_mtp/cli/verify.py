@@ -149,11 +149,14 @@ def _greedy_table(rows: Iterable[GreedyVerdict]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("greedy")
     for row in rows:
-        verdict: str = "[bold red]DIFFERENT[/]" if row.verdict == "different" else row.verdict
+        failed = row.verdict not in ("equal", "near tie")
+        verdict: str = f"[bold red]{row.verdict.upper()}[/]" if failed else row.verdict
         if row.position is not None:
             verdict += f" at new token {row.position}, margin {row.margin:.2g}"
         if row.gap is not None:
             verdict += f", {row.gap:.2g} below the best (threshold {row.threshold:.2g})"
+        elif row.noise is not None:
+            verdict += f", its chunks differ by {row.noise:.2g} (rounding explains {row.explained:.2g})"
         counts = f"{row.prompt + 1:,}", f"{row.prompt_tokens:,}", f"{row.new_tokens:,}"
         table.add_row(*counts, number(row.acceptance_length, 2), verdict)
     return table

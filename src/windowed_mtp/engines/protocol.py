@@ -47,9 +47,9 @@ class StepEvent:
     proposed : tuple of int
         Tokens handed to verification.
     accepted : int
-        How many of them the target accepted.
+        How many of them were emitted: those that the target accepted, less what a stopping criterion cut.
     emitted : tuple of int
-        Tokens the step appended: the accepted ones and the target's own, less what a stopping criterion cut.
+        Tokens the step appended: the accepted ones, then, unless a stopping criterion cut it, the target's own.
     draft_keys : int
         Keys that the draft's attention read in the step, summed over its passes and layers.
     draft_seconds, verify_seconds : float

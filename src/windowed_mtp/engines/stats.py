@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from windowed_mtp.engines.acceptance import conditional, unconditional
 from windowed_mtp.engines.protocol import StepEvent
@@ -21,8 +23,8 @@ class DecodeStats:
     step_tokens : int
         Tokens emitted by steps.
     proposed, accepted : list of int
-        By draft position: how often a token was tested there, all before it being accepted, and how often it was
-        accepted.
+        By draft position: how often a token of the output was tested against a proposal there, all before it being
+        accepted, and how often it was accepted. What was verified beyond the output's end does not count.
     draft_keys_read : int
         Keys that draft attention read over all steps (prefill excluded).
     draft_kv_bytes : int
@@ -79,10 +81,26 @@ class DecodeStats:
         self.draft_keys_read += event.draft_keys
         self.draft_seconds += event.draft_seconds
         self.verify_seconds += event.verify_seconds
-        tested = min(event.accepted + 1, len(event.proposed))
+        tested = min(len(event.emitted), len(event.proposed))
         while len(self.proposed) < tested:
             self.proposed.append(0)
             self.accepted.append(0)
         for position in range(tested):
             self.proposed[position] += 1
             self.accepted[position] += position < event.accepted
+
+
+class StatsByThread:
+    """The last counts of each thread, so that generations side by side do not see each other's."""
+
+    def __init__(self) -> None:
+        self._last = DecodeStats()
+        self._by_thread: WeakKeyDictionary[threading.Thread, DecodeStats] = WeakKeyDictionary()
+
+    def put(self, stats: DecodeStats) -> None:
+        """Keep the counts of a generation of this thread."""
+        self._last = self._by_thread[threading.current_thread()] = stats
+
+    def get(self) -> DecodeStats:
+        """Return this thread's counts; in a thread without a generation, the last of any."""
+        return self._by_thread.get(threading.current_thread(), self._last)

@@ -5,6 +5,14 @@ verification does, instead of one at a time. Where the drafter's output differs 
 therefore run again in chunks of γ + 1 over the drafter's output, and the difference is a *near tie* only if every token
 from there on has a logit within a stated threshold of the best. Anything else is *different*.
 
+The threshold comes from how far the target in chunks is from the target one token at a time, and that may be no more
+than rounding explains: otherwise a target whose chunks are wrong (they begin without the recurrent state, or are not
+causal) would excuse every difference. What rounding explains is measured on the target that reads one token at a time,
+which has no chunks to be wrong: its logits are compared with those that it gives when the input of every layer is
+changed by the rounding of one layer. That takes in the dtype, the depth, the size of the logits, and experts that
+change places. Where chunks differ by more, in the largest difference or in the mean one, *the target disagrees with
+itself*.
+
 Sampled. Let p be the target's distribution of a token, computed by an independent forward pass over the finished
 output. Order the vocabulary by any rule that does not depend on the draw, and let u be the probability of the tokens
 before the drawn one, plus a uniform share of its own: u is uniform on [0, 1], independently for every token, if and
@@ -15,9 +23,9 @@ The same test on the draft's unverified first proposals is the control: where dr
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -34,6 +42,12 @@ BINS = 16
 SIGNIFICANCE = 1e-4
 """Probability below which the sampled check calls a result different; one false alarm in ten thousand runs."""
 LEAST_THRESHOLD = 1e-4
+ROUNDING_RUNS = 4
+ROUNDING_MARGIN = 4.0
+"""How far chunks may differ, in units of the largest response to rounding in 4 runs.
+
+2 because both ways of reading have their own errors, and 2 because a largest value of few tokens is not the largest.
+"""
 
 
 class GreedyVerdict(Record):
@@ -45,8 +59,9 @@ class GreedyVerdict(Record):
         Index of the prompt, from 0.
     prompt_tokens, new_tokens : int
         Its tokens, and the tokens that the drafter generated.
-    verdict : {"equal", "near tie", "different"}
-        Whether the outputs are equal, or differ where the target cannot tell, or differ.
+    verdict : {"equal", "near tie", "different", "the target disagrees with itself"}
+        Whether the outputs are equal, or differ where the target cannot tell, or differ; or whether they differ, and
+        the target in chunks is further from the target one token at a time than rounding explains.
     position : int or None
         Index of the first generated token that differs (if one is no near tie, then of the first such), from 0.
     margin : float or None
@@ -57,6 +72,10 @@ class GreedyVerdict(Record):
         Largest gap of a near tie: the largest of 1e-4, two units in the last place of the model's dtype at the largest
         logit, and twice the largest difference, over plain decoding's output, between the logits of the target in
         chunks and one token at a time.
+    noise : float or None
+        That largest difference.
+    explained : float or None
+        The largest such difference that rounding explains.
     acceptance_length : float or None
         Tokens emitted a step.
     engaged : bool
@@ -66,11 +85,13 @@ class GreedyVerdict(Record):
     prompt: int
     prompt_tokens: int
     new_tokens: int
-    verdict: Literal["equal", "near tie", "different"]
+    verdict: Literal["equal", "near tie", "different", "the target disagrees with itself"]
     position: int | None = None
     margin: float | None = None
     gap: float | None = None
     threshold: float | None = None
+    noise: float | None = None
+    explained: float | None = None
     acceptance_length: float | None
     engaged: bool
 
@@ -121,9 +142,9 @@ class LosslessResult(RunResult):
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is different."""
+        """Whether nothing is different, and the target agrees with itself."""
         sampled = self.sampled is None or self.sampled.verdict == "consistent"
-        return sampled and all(row.verdict != "different" for row in self.rows)
+        return sampled and all(row.verdict in ("equal", "near tie") for row in self.rows)
 
 
 def greedy_verdict(drafter: WindowedMTP, ids: Tensor, new_tokens: int, prompt: int = 0) -> GreedyVerdict:
@@ -168,9 +189,14 @@ def greedy_verdict(drafter: WindowedMTP, ids: Tensor, new_tokens: int, prompt: i
         margin = top_margin(chunked_logits(model, longer, length, chunk)[-1])
         return GreedyVerdict(verdict="different", position=first, margin=margin, **known)
     alone = torch.cat(plain.logits).float()
-    noise = float((chunked_logits(model, plain.sequences, length, chunk) - alone).abs().max())
+    noise = _largest(chunked_logits(model, plain.sequences, length, chunk) - alone)
+    explained = ROUNDING_MARGIN * _rounding(model, plain.sequences, length, alone)
+    known |= {"noise": float(noise.max()), "explained": float(explained.max())}
+    if noise.max() > explained.max() or noise.mean() > explained.mean():
+        margin = top_margin(alone[first])
+        return GreedyVerdict(verdict="the target disagrees with itself", position=first, margin=margin, **known)
     logits = chunked_logits(model, drafted, length, chunk)
-    threshold = max(LEAST_THRESHOLD, 2 * _unit_in_last_place(float(logits.max()), model.dtype), 2 * noise)
+    threshold = max(LEAST_THRESHOLD, 2 * _unit_in_last_place(float(logits.max()), model.dtype), 2 * known["noise"])
     gaps = (logits.max(-1).values - logits.gather(1, drafted[0, length:, None])[:, 0]).tolist()
     position = next((i for i in range(first, len(gaps)) if gaps[i] > threshold), None)
     return GreedyVerdict(
@@ -258,9 +284,9 @@ class SampledCheck:
     @torch.no_grad()
     def _run(self, ids: Tensor) -> None:
         drafter, length = self.drafter, ids.shape[1]
-        with _recorded(drafter) as steps:
-            options = {**PLAIN, "temperature": self.temperature, "do_sample": True, "max_new_tokens": self.new_tokens}
-            ids = generate(drafter.model, ids, custom_generate=drafter, **options)
+        recorded, steps = _recorded(drafter)
+        options = {**PLAIN, "temperature": self.temperature, "do_sample": True, "max_new_tokens": self.new_tokens}
+        ids = generate(drafter.model, ids, custom_generate=recorded, **options)
         self.engaged |= _engaged(drafter, ids.shape[1])
         new = ids[0, length:]
         logits = drafter.model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=len(new)).logits[0]
@@ -268,7 +294,7 @@ class SampledCheck:
         order = p.clone()  # by p where nothing was drafted, else by p/q
         for event, draft_logits in steps:
             first = event.length - length
-            rows = min(event.accepted + 1, len(event.proposed), len(event.emitted))
+            rows = min(len(event.proposed), len(event.emitted))
             q = (draft_logits[:rows].float() / self.temperature).softmax(-1)
             order[first : first + rows] /= q.clamp_min(torch.finfo(q.dtype).tiny)
         self._output.append(self._uniform(p, order, new))
@@ -316,17 +342,20 @@ class _RecordingHead:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
+    def for_request(self, prompt: Sequence[int]) -> _RecordingHead:
+        self._head = self._head.for_request(prompt)
+        return self
+
     def logits(self, layer: int, out: Tensor) -> Tensor:
         logits = self._head.logits(layer, out)
         self.seen.append(logits)
         return logits
 
 
-@contextmanager
-def _recorded(drafter: WindowedMTP) -> Iterator[list[tuple[StepEvent, Tensor]]]:
-    """Note each step of a drafter with its draft logits ``[k, V]``; its head and observer are put back afterwards."""
-    head, observer = drafter.head, drafter.on_step
-    recorder = _RecordingHead(head)
+def _recorded(drafter: WindowedMTP) -> tuple[WindowedMTP, list[tuple[StepEvent, Tensor]]]:
+    """Copy a drafter; the list gets each step of the copy's next generation, with its draft logits ``[k, V]``."""
+    observer = drafter.on_step
+    recorder = _RecordingHead(drafter.head)
     steps: list[tuple[StepEvent, Tensor]] = []
 
     def note(event: StepEvent) -> None:
@@ -336,16 +365,30 @@ def _recorded(drafter: WindowedMTP) -> Iterator[list[tuple[StepEvent, Tensor]]]:
         if observer is not None:
             observer(event)
 
-    drafter.head, drafter.on_step = recorder, note  # type: ignore[assignment]
-    try:
-        yield steps
-    finally:
-        drafter.head, drafter.on_step = head, observer
+    recorded = copy.copy(drafter)
+    recorded.head, recorded.on_step = recorder, note  # type: ignore[assignment]
+    return recorded, steps
 
 
 def _engaged(drafter: WindowedMTP, tokens: int) -> bool:
     """Whether the window left an entry out in a sequence that ended with ``tokens`` tokens."""
     return drafter.window is not None and drafter.window.engages(tokens - 1)
+
+
+def _rounding(model: Any, ids: Tensor, prompt_tokens: int, alone: Tensor) -> Tensor:
+    """How far one layer's rounding, in every layer, moves ``alone``, the logits of one token at a time: ``[n]``.
+
+    For each token the most of a few runs, and no less than what no threshold is below.
+    """
+    generator = torch.Generator().manual_seed(0)
+    runs = (chunked_logits(model, ids, prompt_tokens, chunk=1, noise=generator) for _ in range(ROUNDING_RUNS))
+    moved = torch.stack([_largest(run - alone) for run in runs]).amax(0)
+    return moved.clamp_min(LEAST_THRESHOLD / ROUNDING_MARGIN)
+
+
+def _largest(difference: Tensor) -> Tensor:
+    """By token, the largest difference ``[n]`` of its logits ``[n, V]``."""
+    return difference.abs().amax(1)
 
 
 def _unit_in_last_place(value: float, dtype: torch.dtype) -> float:

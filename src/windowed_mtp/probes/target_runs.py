@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -41,8 +43,19 @@ def generate(model: Any, ids: Tensor, **options: Any) -> Any:
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
 
+LAYER_ROUNDING = 2.0
+"""Largest relative error that stands for one layer's rounding, in units of the dtype's eps.
+
+Rounding to nearest has errors of up to eps/2, uniformly, so of eps/sqrt(12) in root mean square. A layer rounds what it
+adds to the residual stream about 16 times on the way (norms, projections, attention, activation, sums); as a random
+walk that is 4·eps/sqrt(12), which is the root mean square of errors that are uniform up to 2·eps.
+"""
+
+
 @torch.no_grad()
-def chunked_logits(model: PreTrainedModel, ids: Tensor, prompt_tokens: int, chunk: int) -> Tensor:
+def chunked_logits(
+    model: PreTrainedModel, ids: Tensor, prompt_tokens: int, chunk: int, noise: torch.Generator | None = None
+) -> Tensor:
     """Logits of every generated token when the target reads the prompt at once and the rest in chunks.
 
     This is how a target verifies drafts of ``chunk - 1`` tokens, and in low precision it is not quite how it decodes
@@ -58,20 +71,45 @@ def chunked_logits(model: PreTrainedModel, ids: Tensor, prompt_tokens: int, chun
         Number of tokens in the prompt.
     chunk : int
         Tokens in a forward pass after the prompt.
+    noise : torch.Generator, optional
+        Source of random errors, on the CPU: after the prompt, what each decoder layer takes is changed by as much as
+        rounding changes it in one layer (``LAYER_ROUNDING``).
 
     Returns
     -------
     Tensor
         ``[n - prompt_tokens, V]`` float32; row i is the distribution that generated token i was drawn from.
     """
-    cache = {cache_argument(model): DynamicCache(config=model.config)}
-    parts = [ids[:, :prompt_tokens], *ids[:, prompt_tokens:-1].split(chunk, dim=1)]
-    rows = []
-    for part in parts:
-        if part.shape[1]:
-            keep = 1 if part is parts[0] else 0
-            rows.append(model(input_ids=part, use_cache=True, logits_to_keep=keep, **cache).logits[0].float())
+    cache = DynamicCache(config=model.config)
+    options: dict[str, Any] = {"use_cache": True, cache_argument(model): cache}
+    rows = [model(input_ids=ids[:, :prompt_tokens], logits_to_keep=1, **options).logits[0].float()]
+    with nullcontext() if noise is None else _rounded_more(model, cache, noise):
+        for part in ids[:, prompt_tokens:-1].split(chunk, dim=1):
+            if part.shape[1]:
+                rows.append(model(input_ids=part, logits_to_keep=0, **options).logits[0].float())
     return torch.cat(rows)
+
+
+@contextmanager
+def _rounded_more(model: PreTrainedModel, cache: DynamicCache, noise: torch.Generator) -> Iterator[None]:
+    """Change what decoder layers take in passes with ``cache``, and in no others."""
+
+    def change(module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> Any:
+        if not any(value is cache for value in (*args, *(kwargs or {}).values())):
+            return None
+        hidden = args[0] if args else kwargs["hidden_states"]
+        size = LAYER_ROUNDING * torch.finfo(hidden.dtype).eps
+        error = size * (2 * torch.rand(hidden.shape, generator=noise, dtype=torch.float64) - 1)
+        changed = (hidden * (1 + error.to(hidden.device))).to(hidden.dtype)
+        return ((changed, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": changed})
+
+    layers = model.get_decoder().layers
+    handles = [layer.register_forward_pre_hook(change, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def first_difference(a: Tensor, b: Tensor) -> int | None:

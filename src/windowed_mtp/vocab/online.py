@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Iterable
 
 from windowed_mtp.errors import VocabularyError
@@ -12,6 +13,8 @@ from windowed_mtp.vocab.ids import hot_ids
 
 class OnlineCounts:
     """Counts emitted ids; the ranking is made anew every ``interval`` of them, and stays the same in between.
+
+    Several threads may count at once.
 
     A refresh ranks by the counts, multiplies them by ``decay``, and forgets the lowest beyond ``capacity``. The same
     ids in the same order give the same rankings.
@@ -63,6 +66,7 @@ class OnlineCounts:
         self._counts: dict[int, float] = {}
         self._ranked: list[int] = []
         self._since = 0
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         """Return how many ids have a count."""
@@ -81,15 +85,16 @@ class OnlineCounts:
         VocabularyError
             If an id is negative.
         """
-        before = self.version
-        for token in map(operator.index, ids):
-            if token < 0:
-                raise VocabularyError(f"token {token} cannot be counted: ids begin with 0.")
-            self._counts[token] = self._counts.get(token, 0.0) + 1.0
-            self._since += 1
-            if self._since == self.interval:
-                self._refresh()
-        return self.version != before
+        with self._lock:
+            before = self.version
+            for token in map(operator.index, ids):
+                if token < 0:
+                    raise VocabularyError(f"token {token} cannot be counted: ids begin with 0.")
+                self._counts[token] = self._counts.get(token, 0.0) + 1.0
+                self._since += 1
+                if self._since == self.interval:
+                    self._refresh()
+            return self.version != before
 
     def ids(self, size: int, vocab_size: int, *, always: Iterable[int] = ()) -> list[int]:
         """Give the hot ids of a size, by the counts of the last refresh; see `HotVocabulary.ids`."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from windowed_mtp.errors import AllocationError
 from windowed_mtp.paging import ring_kept, ring_slot, ring_slots_per_sequence
 from windowed_mtp.window import SinkWindow
 
@@ -144,7 +146,7 @@ class KeepAll(DraftKV):
         return read[0], read[1]
 
     def _grow(self, capacity: int, keys: Tensor, values: Tensor) -> None:
-        grown = [t.new_empty(*t.shape[:2], capacity, t.shape[3]) for t in (keys, values)]
+        grown = _allocated((keys, values), capacity, "shorten the prompt, or use keep='ring'")
         for new, old in zip(grown, self._buffers, strict=False):
             new[:, :, : self.length] = old[:, :, : self.length]
         self._buffers = grown
@@ -191,7 +193,7 @@ class Ring(DraftKV):
     def _store(self, keys: Tensor, values: Tensor, sinks: int, start: int) -> tuple[Tensor, Tensor]:
         if not self._slots:
             count = ring_slots_per_sequence(self.window, self.num_speculative_tokens)
-            self._slots = [t.new_zeros(*t.shape[:2], count, t.shape[3]) for t in (keys, values)]
+            self._slots = _allocated((keys, values), count, "use a smaller window, or keep='all'")
         device = keys.device
         end = self.length + keys.shape[2]
         old = torch.cat([torch.arange(sinks, device=device), torch.arange(start, self.length, device=device)])
@@ -223,3 +225,21 @@ class Ring(DraftKV):
         held = held[held < self.length]
         keys, values = (s[:, :, self._slot(held)] for s in self._slots)
         return held.tolist(), keys, values
+
+
+def _allocated(like: Sequence[Tensor], slots: int, remedy: str) -> list[Tensor]:
+    """Make room for a number of entries, one tensor for each of ``like`` ``[1, heads, q, dim]``.
+
+    Raises
+    ------
+    AllocationError
+        If the device does not have the memory.
+    """
+    try:
+        return [t.new_empty(*t.shape[:2], slots, t.shape[3]) for t in like]
+    except (RuntimeError, TypeError) as error:  # out of memory, or a size beyond what torch can count
+        size = sum(t[:, :, :1].numel() * t.element_size() for t in like) * slots
+        raise AllocationError(
+            f"the draft's keys and values need {slots:,} slots a layer, {size:,} bytes, which {like[0].device} cannot "
+            f"give; {remedy}."
+        ) from error

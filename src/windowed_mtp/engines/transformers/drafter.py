@@ -5,22 +5,24 @@ from __future__ import annotations
 import inspect
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList
 
 from windowed_mtp.engines.protocol import DepthPolicy, ProposalOverride, StepContext, StepEvent, StepObserver
-from windowed_mtp.engines.stats import DecodeStats
+from windowed_mtp.engines.stats import DecodeStats, StatsByThread
 from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.engines.transformers.draft import DraftState, Keep, Prefill
 from windowed_mtp.engines.transformers.heads import load_head
 from windowed_mtp.engines.transformers.heads.base import DraftHead
 from windowed_mtp.engines.transformers.heads.hot import HotHead
+from windowed_mtp.engines.transformers.processors import DRAFTING
 from windowed_mtp.engines.transformers.request import check_options, check_request, streamer_of
 from windowed_mtp.engines.transformers.target import Target
 from windowed_mtp.engines.transformers.verify import accept_or_resample, point_mass
@@ -60,10 +62,10 @@ class WindowedMTP:
     measure : bool
         Synchronise the GPU around the halves of a step, so that their times are exact.
 
-    Attributes
-    ----------
-    stats : DecodeStats
-        Counts and times of the last generation.
+    Notes
+    -----
+    One drafter serves several generations at once, in threads of their own or one within another, and the model may
+    be used beside them. What is passed in (callables, an `OnlineCounts`) is shared by all of them.
 
     Raises
     ------
@@ -102,7 +104,12 @@ class WindowedMTP:
         self.override = override
         self.shadows = dict(shadows or {})
         self.measure = measure
-        self.stats = DecodeStats()
+        self._stats = StatsByThread()
+
+    @property
+    def stats(self) -> DecodeStats:
+        """Counts and times of the last generation in this thread; in a thread without one, of the last in any."""
+        return self._stats.get()
 
     @classmethod
     def from_model(
@@ -163,8 +170,9 @@ class WindowedMTP:
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Decode; called by ``model.generate(..., custom_generate=self)`` with everything it prepared.
 
-        Logits processors are asked about drafted prefixes too, some of which are then rejected: they must depend on
-        nothing but the ids and scores that they are given. Stopping criteria see only what is emitted.
+        Logits processors and stopping criteria are asked what plain decoding asks them: about each prefix that is
+        emitted, once, in order. The draft is drawn with the processors that transformers itself brings and that depend
+        on nothing but ids and scores (``DRAFTING``), and without all others.
 
         Returns
         -------
@@ -175,19 +183,20 @@ class WindowedMTP:
         ------
         GenerationError
             If the request is one that this engine does not serve.
+        AllocationError
+            If there is no memory for the draft's keys and values.
         """
         streamer = streamer_of(inspect.currentframe())
-        cache = check_request(self.model, model, input_ids, logits_processor, generation_config, model_kwargs)
+        cache = check_request(self.model, model, input_ids, generation_config, model_kwargs)
         target = Target(model, cache, self.head.feature_layers())
         with torch.no_grad(), target.hooked():
             decoding = _Decoding(
                 self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer
             )
-            return decoding.run()
-
-    def draft_state(self, window: SinkWindow | None) -> DraftState:
-        """Make a state of this head that reads ``window`` and keeps everything (for shadows)."""
-        return DraftState(self.head, window, self.num_speculative_tokens)
+            self._stats.put(decoding.stats)
+            output = decoding.run()
+            self._stats.put(decoding.stats)  # again: generations within this one have ended since
+            return output
 
 
 class _Decoding:
@@ -207,26 +216,25 @@ class _Decoding:
         self.target = target
         self.ids = ids
         self.processor = processor
+        self.draft_processor: Any = LogitsProcessorList(one for one in processor if type(one) in DRAFTING)
         self.criteria = criteria
         self.config = config
         self.streamer = streamer
         self.sample = bool(config.do_sample)
-        self.draft = DraftState(
-            drafter.head, drafter.window, drafter.num_speculative_tokens, drafter.keep, drafter.prefill
-        )
-        self.shadows = {name: drafter.draft_state(window) for name, window in drafter.shadows.items()}
-        self.hot_head = drafter.hot_head
+        self.head = drafter.head.for_request(ids[0].tolist())
+        depth = drafter.num_speculative_tokens
+        self.draft = DraftState(self.head, drafter.window, depth, drafter.keep, drafter.prefill)
+        self.shadows = {name: DraftState(self.head, window, depth) for name, window in drafter.shadows.items()}
         self.emitted: tuple[int, ...] = ()
-        self.scores: list[Tensor] = []
-        self.logits: list[Tensor] = []
-        self.stats = drafter.stats = DecodeStats(prompt_tokens=ids.shape[1])
+        returned = config.return_dict_in_generate
+        self.scores: tuple[Tensor, ...] | None = () if returned and config.output_scores else None
+        self.logits: tuple[Tensor, ...] | None = () if returned and config.output_logits else None
+        self.stats = DecodeStats(prompt_tokens=ids.shape[1])
 
     def run(self) -> Tensor | GenerateDecoderOnlyOutput:
         begin = self._clock()
         logits, features = self.target.prefill(self.ids, getattr(self.config, "prefill_chunk_size", None))
         prefilled = self._clock()
-        if self.hot_head is not None:
-            self.hot_head.begin(self.ids[0].tolist())
         self._observe(features)
         self.draft.advance(self.ids)
         self.stats.target_prefill_seconds = prefilled - begin
@@ -234,23 +242,22 @@ class _Decoding:
         for shadow in self.shadows.values():
             shadow.advance(self.ids)
 
-        scores = self._scores(self.ids, logits[:, 0])
-        done = self._emit([self._pick(scores)], [scores], [logits[:, 0]])
+        done = self._emit(self._accept(self.ids[:, :0], [], logits[0]), logits[0])
         self.emitted = tuple(self.ids[0, -1:].tolist())
         while not done:
             done = self._step()
-        self._follow()
+        self.head.follow(self.emitted)
         self.stats.new_tokens = self.ids.shape[1] - self.stats.prompt_tokens
         self.stats.draft_kv_bytes = self.draft.num_bytes
-        self.stats.hot_head_bytes = 0 if self.hot_head is None else self.hot_head.num_bytes
+        self.stats.hot_head_bytes = self.head.num_bytes
         if self.streamer is not None:
             self.streamer.end()
         if not self.config.return_dict_in_generate:
             return self.ids
         return GenerateDecoderOnlyOutput(
             sequences=self.ids,  # type: ignore[arg-type]
-            scores=tuple(self.scores) if self.config.output_scores else None,  # type: ignore[arg-type]
-            logits=tuple(self.logits) if self.config.output_logits else None,  # type: ignore[arg-type]
+            scores=self.scores,  # type: ignore[arg-type]
+            logits=self.logits,  # type: ignore[arg-type]
             **{cache_argument(self.target.model): self.target.cache},  # type: ignore[arg-type]
         )
 
@@ -258,26 +265,24 @@ class _Decoding:
         context = self._context()
         depth = self._depth(context)
         keys_before, begin = self.draft.keys_read, self._clock()
-        self._follow()
+        self.head.follow(self.emitted)  # a part of the draft's work, and of its time
         drafted, distributions = self._propose(context, depth)
         drafted_at = self._clock()
 
         logits, features = self.target.verify(torch.cat([self.ids[:, -1:], drafted], dim=1))
-        tokens, scores = self._accept(drafted, distributions, logits[0])
-        accepted = len(tokens) - 1
         before = self.ids.shape[1]
-        done = self._emit(tokens, scores, list(logits[0, : accepted + 1, None]))
-        emitted = self.ids.shape[1] - before
+        done = self._emit(self._accept(drafted, distributions, logits[0]), logits[0])
+        proposed, emitted = drafted[0].tolist(), self.ids[0, before:].tolist()
         # The cache holds what has been read: every token but the last.
-        self.target.keep(emitted, drafted.shape[1] + 1)
-        self._observe(features[:, :emitted])
+        self.target.keep(len(emitted), len(proposed) + 1)
+        self._observe(features[:, : len(emitted)])
         event = StepEvent(
             step=context.step,
             length=context.length,
             depth=depth,
-            proposed=tuple(drafted[0].tolist()),
-            accepted=accepted,
-            emitted=tuple(self.ids[0, before:].tolist()),
+            proposed=tuple(proposed),
+            accepted=sum(takewhile(bool, map(operator.eq, proposed, emitted))),
+            emitted=tuple(emitted),
             draft_keys=self.draft.keys_read - keys_before,
             draft_seconds=drafted_at - begin,
             verify_seconds=self._clock() - drafted_at,
@@ -306,7 +311,7 @@ class _Decoding:
         distributions: list[Tensor] = []
 
         def choose(logits: Tensor, ids: Tensor) -> Tensor:
-            scores = self._scores(ids, logits)
+            scores = self.draft_processor(ids, _copied(logits))
             if not self.sample:
                 return scores.argmax(-1, keepdim=True)
             # Where the processors forbid every token of the draft's vocabulary, all are equally likely.
@@ -328,51 +333,42 @@ class _Decoding:
                 distributions = [point_mass(token, vocab_size) for token in drafted.unbind(1)] if self.sample else []
         return drafted, distributions
 
-    def _accept(
-        self, drafted: Tensor, distributions: list[Tensor], logits: Tensor
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Tokens to emit (each ``[1]``) and the scores they came from: accepted ones, then the target's own."""
+    def _accept(self, drafted: Tensor, distributions: list[Tensor], logits: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Tokens to emit (each ``[1]``) and their scores ``[1, V]``: accepted ones, then the target's own.
+
+        Made one by one, as processors may be asked about a token only if those before it did not end the generation.
+        """
         if not self.sample and not self.processor:  # one comparison on the device, one transfer
             picks = logits.float().argmax(-1)
             agree = (picks[:-1] == drafted[0]).long().cumprod(0).sum()
             count = int(agree) + 1
-            return list(picks[:count, None]), list(logits[:count, None].float())
-        tokens: list[Tensor] = []
-        scores: list[Tensor] = []
-        ids = self.ids
-        for position in range(drafted.shape[1] + 1):
-            scores.append(self._scores(ids, logits[position : position + 1]))
-            if position == drafted.shape[1]:
-                tokens.append(self._pick(scores[-1]))
-                break
+            yield from zip(picks[:count, None], logits[:count, None].float(), strict=True)
+            return
+        for position in range(drafted.shape[1]):
+            scores = self.processor(self.ids, _copied(logits[position : position + 1]))
             proposal = drafted[:, position]
             if self.sample:
-                token, _ = accept_or_resample(scores[-1].softmax(-1), distributions[position], proposal)
+                token, _ = accept_or_resample(scores.softmax(-1), distributions[position], proposal)
             else:
-                token = scores[-1].argmax(-1)
-            tokens.append(token)
+                token = scores.argmax(-1)
+            yield token, scores
             if bool(token != proposal):
-                break
-            ids = torch.cat([ids, token[:, None]], dim=1)
-        return tokens, scores
+                return
+        scores = self.processor(self.ids, _copied(logits[-1:]))
+        yield torch.multinomial(scores.softmax(-1), 1)[:, 0] if self.sample else scores.argmax(-1), scores
 
-    def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        return self.processor(ids, logits.to(torch.float32, copy=True))
-
-    def _pick(self, scores: Tensor) -> Tensor:
-        return torch.multinomial(scores.softmax(-1), 1)[:, 0] if self.sample else scores.argmax(-1)
-
-    def _emit(self, tokens: list[Tensor], scores: list[Tensor], logits: list[Tensor]) -> bool:
+    def _emit(self, tokens: Iterable[tuple[Tensor, Tensor]], logits: Tensor) -> bool:
         """Append tokens one by one until a stopping criterion holds; whether one does."""
-        for token, token_scores, token_logits in zip(tokens, scores, logits, strict=True):
+        for position, (token, scores) in enumerate(tokens):
             self.ids = torch.cat([self.ids, token[:, None]], dim=1)
-            if self.config.output_scores:
-                self.scores.append(token_scores)
-            if self.config.output_logits:
-                self.logits.append(token_logits.float())
+            if self.scores is not None:
+                self.scores += (scores,)
+            if self.logits is not None:
+                self.logits += (logits[position : position + 1].float(),)
+            done = bool(self.criteria(self.ids, self.scores).all())
             if self.streamer is not None:
                 self.streamer.put(token.cpu())
-            if bool(self.criteria(self.ids, tuple(self.scores) or None).all()):
+            if done:
                 return True
         return False
 
@@ -380,11 +376,6 @@ class _Decoding:
         self.draft.observe(features)
         for shadow in self.shadows.values():
             shadow.observe(features)
-
-    def _follow(self) -> None:
-        """Let a hot vocabulary follow the last step's tokens: a part of the draft's work, and of its time."""
-        if self.hot_head is not None:
-            self.hot_head.follow(self.emitted)
 
     def _shadow(self, context: StepContext, depth: int) -> dict[str, tuple[int, ...]]:
         greedy = lambda logits, ids: logits.argmax(-1, keepdim=True)  # noqa: E731
@@ -395,3 +386,8 @@ class _Decoding:
         if self.drafter.measure and self.ids.is_cuda:
             torch.cuda.synchronize(self.ids.device)
         return time.perf_counter()
+
+
+def _copied(logits: Tensor) -> Tensor:
+    """Logits in float32, for processors that change what they are given."""
+    return logits.to(torch.float32, copy=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from types import FrameType
 from typing import Any
@@ -10,18 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
-from transformers.generation import SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation import GenerationMixin
 
 from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.errors import GenerationError, VocabularyError, WindowError
 from windowed_mtp.vocab import HotSet
 from windowed_mtp.window import SinkWindow
 
-STATEFUL = {
-    UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
-    SynthIDTextWatermarkLogitsProcessor: "SynthID watermarking",
-}
-"""Processors that remember the tokens of earlier calls, with what a user asked for to get them."""
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def check_options(
@@ -82,7 +79,6 @@ def check_request(
     own_model: PreTrainedModel,
     model: PreTrainedModel,
     ids: Tensor,
-    processors: Any,
     config: Any,
     model_kwargs: dict[str, Any],
 ) -> DynamicCache:
@@ -117,12 +113,6 @@ def check_request(
     positions = model_kwargs.get("position_ids")  # generate makes them, ``[..., 1, n]``
     if positions is not None and not _counts(positions, ids.shape[1]):
         raise GenerationError("position_ids do not count the prompt from 0 on, as the draft does; leave them out.")
-    for processor in processors:
-        if type(processor) in STATEFUL:
-            raise GenerationError(
-                f"{STATEFUL[type(processor)]} keeps a state from token to token, which drafted tokens would disturb; "
-                "leave it out or generate without the drafter."
-            )
     if config.output_attentions or config.output_hidden_states:
         raise GenerationError(
             "output_attentions and output_hidden_states are not collected while drafting; leave them out."
@@ -138,9 +128,10 @@ def check_request(
         raise GenerationError(
             f"{cache_name} was passed, but it carries no hidden states for the draft; pass the whole prompt instead."
         )
-    if type(cache) is not DynamicCache:
+    if type(cache) is not DynamicCache or cache.offloading:
+        kind = "one that is offloaded" if type(cache) is DynamicCache else type(cache).__name__
         raise GenerationError(
-            f"the draft needs the dynamic cache, but generate made {type(cache).__name__}; "
+            f"the draft needs the dynamic cache, but generate made {kind}; "
             "leave use_cache on and cache_implementation unset."
         )
     return cache
@@ -152,10 +143,22 @@ def _counts(positions: Tensor, length: int) -> bool:
 
 
 def streamer_of(frame: FrameType | None) -> Any:
-    """Return the ``streamer`` argument of the ``generate`` call that called into ``frame``.
+    """Return the ``streamer`` argument of the ``generate`` call in whose course ``frame`` runs.
 
     ``generate`` feeds the prompt to its streamer but does not hand it to a ``custom_generate`` callable, which would
-    leave the user's streamer without a single generated token.
+    leave the user's streamer without a single generated token. Whatever the user put between ``generate`` and the
+    drafter (a function around it, say) does not matter.
+
+    Raises
+    ------
+    GenerationError
+        If no ``generate`` with a callable of the user's is running in this thread.
     """
-    caller = frame.f_back if frame is not None else None
-    return caller.f_locals.get("streamer") if caller is not None else None
+    while frame is not None:
+        if frame.f_code is _GENERATE and callable(frame.f_locals.get("custom_generate")):
+            return frame.f_locals.get("streamer")
+        frame = frame.f_back
+    raise GenerationError(
+        "the drafter was not called by generate, or in another thread than generate runs in, so the streamer cannot be "
+        "found; pass the drafter, or a function that calls it, as model.generate(..., custom_generate=drafter)."
+    )

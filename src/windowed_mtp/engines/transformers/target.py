@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,10 +16,16 @@ from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.errors import GenerationError
 
 _MIXER_STATE = ("conv_states", "recurrent_states")
+_REGISTERING = threading.Lock()
+"""Torch numbers hooks without a lock: of two that got one number, the second would take the first's place."""
 
 
 class Target:
     """A causal language model, its cache, and the hooks that read its features while it runs.
+
+    Others may use the model meanwhile, in another thread or within a pass of this request (a processor, a streamer, a
+    hook of the user's). The hooks know this request's own passes by its cache, which nobody else has, and let all
+    others go by.
 
     Parameters
     ----------
@@ -47,10 +54,10 @@ class Target:
     def hooked(self) -> Iterator[Target]:
         """Have the model's features read for the duration of a generation; all hooks come off at its end."""
         decoder = self.model.get_decoder()
-        if self.feature_layers is None:
-            self._handles.append(decoder.register_forward_hook(self._keep_output))
-        else:
-            for position, index in enumerate(self.feature_layers):
+        with _REGISTERING:
+            if self.feature_layers is None:
+                self._handles.append(decoder.register_forward_hook(self._keep_output, with_kwargs=True))
+            for position, index in enumerate(self.feature_layers or ()):
                 hook = self._keep_input(position)
                 self._handles.append(decoder.layers[index].register_forward_pre_hook(hook, with_kwargs=True))
         try:
@@ -59,18 +66,27 @@ class Target:
             while self._handles:
                 self._handles.pop().remove()
 
-    def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._features = {0: output[0]}
+    # A pass of another thread that meets a hook while it is put on or taken off calls it without keyword arguments.
+
+    def _keep_output(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        *kwargs, output = rest
+        if self._is_own(args, *kwargs):
+            self._features = {0: output[0]}
 
     def _keep_input(self, position: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._features[position] = args[0] if args else kwargs["hidden_states"]
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
+            if self._is_own(args, kwargs):
+                self._features[position] = args[0] if args else kwargs["hidden_states"]
 
         return hook
 
-    def _keep_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._recording:
+    def _keep_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
+        if self._recording and self._is_own(args, kwargs):
             self._calls.append((module, args, kwargs))
+
+    def _is_own(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> bool:
+        """Whether a module was called in a pass of this request: with its cache."""
+        return any(value is self.cache for value in (*args, *(kwargs or {}).values()))
 
     def prefill(self, ids: Tensor, chunk: int | None) -> tuple[Tensor, Tensor]:
         """Run the prompt.
@@ -125,7 +141,7 @@ class Target:
             ]
         self._recording = self._saved is not None
         result = self._forward(tokens, logits_to_keep=0)
-        self._recording = False  # what else runs the model before ``keep`` (a logits processor, say) is not recorded
+        self._recording = False  # ``keep`` runs the mixers again
         return result
 
     def keep(self, kept: int, ran: int) -> None:
@@ -160,7 +176,8 @@ class Target:
                 if any(layer.has_previous_state.values()):
                     mixer = next(m for m in blocks[index].children() if getattr(m, "layer_idx", None) == index)
                     self._mixers.append(mixer)
-                    self._handles.append(mixer.register_forward_pre_hook(self._keep_call, with_kwargs=True))
+                    with _REGISTERING:
+                        self._handles.append(mixer.register_forward_pre_hook(self._keep_call, with_kwargs=True))
             elif getattr(layer, "is_sliding", False):
                 raise GenerationError(
                     "the target has sliding-window layers, whose cache cannot be rolled back exactly; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +49,24 @@ class DraftHead(ABC):
             ``[1, n, H]``.
         """
         return features
+
+    def for_request(self, prompt: Sequence[int]) -> DraftHead:
+        """Return what drafts for one request: itself, unless the head keeps something for each.
+
+        Parameters
+        ----------
+        prompt : sequence of int
+            The request's prompt.
+        """
+        return self
+
+    def follow(self, emitted: Sequence[int]) -> None:  # noqa: B027 (most heads follow nothing)
+        """Take tokens that the target emitted in the request."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a request holds, beside its KV."""
+        return 0
 
     @abstractmethod
     def forward(

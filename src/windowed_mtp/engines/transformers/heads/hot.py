@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
 
@@ -18,8 +19,9 @@ from windowed_mtp.vocab import HotSet, left_out
 class HotHead(DraftHead):
     """Another head, with its logits computed for the hot tokens alone and ``-inf`` for the rest.
 
-    The hot rows are gathered into one contiguous copy at the start of a generation, and again whenever the ranking
-    changes. A hot set of the whole vocabulary copies nothing: the head's own logits are used as they are.
+    Each request has its own hot rows (``for_request``): gathered into one contiguous copy at its start, and again
+    whenever the ranking changes. A hot set of the whole vocabulary copies nothing: the head's own logits are used as
+    they are.
 
     Parameters
     ----------
@@ -45,27 +47,26 @@ class HotHead(DraftHead):
         self.num_layers = head.num_layers
         self._output = _linear(head.output_head())
         self._prompt: Sequence[int] = ()
+        self._version: int | None = None
+        self._hot = len(hot.ids(self._output.weight.shape[0]))
         text = left_out(hot.ranking, self._output.weight.shape[0])
         if text is not None:
             warnings.warn(text, stacklevel=2)
-        self.begin(())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the copied rows."""
-        copies = (self._rows, self._bias)
-        return sum(copy.numel() * copy.element_size() for copy in copies if copy is not None)
+        """Bytes of the rows that a request copies."""
+        if self._hot == self._output.weight.shape[0]:
+            return 0
+        parts = (part for part in (self._output.weight, self._output.bias) if part is not None)
+        return sum(self._hot * part[0].numel() * part.element_size() for part in parts)
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Gather the rows for a generation.
-
-        Parameters
-        ----------
-        prompt : sequence of int
-            The prompt's tokens.
-        """
-        self._prompt = prompt
-        self._gather()
+    def for_request(self, prompt: Sequence[int]) -> HotHead:
+        """Return the same head with rows of its own, gathered for a prompt."""
+        own = copy.copy(self)
+        own._prompt = prompt
+        own._gather()
+        return own
 
     def follow(self, emitted: Sequence[int]) -> None:
         """Take tokens that the target emitted; where they change the ranking, the rows are gathered again."""
@@ -102,6 +103,8 @@ class HotHead(DraftHead):
 
     def logits(self, layer: int, out: Tensor) -> Tensor:
         """Logits over the target's vocabulary, ``-inf`` where a token is not hot."""
+        if self._version is None:
+            self._gather()
         if self._ids is None or self._rows is None:
             return self.head.logits(layer, out)
         hot = F.linear(out, self._rows, self._bias)
