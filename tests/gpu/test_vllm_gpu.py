@@ -29,7 +29,11 @@ NEAR_TIE = 0.2
 
 @contextmanager
 def engine(
-    window: dict[str, Any] | None, speculate: bool = True, sampling: str = "greedy", **options: Any
+    window: dict[str, Any] | None,
+    speculate: bool = True,
+    sampling: str = "greedy",
+    drafting: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[Any]:
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -50,7 +54,8 @@ def engine(
             "enable_jit_warmup": False,
         },
     }
-    drafter = {"method": "mtp", "num_speculative_tokens": GAMMA, "draft_sample_method": sampling}
+    drafter: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": GAMMA, "draft_sample_method": sampling}
+    drafter.update(drafting or {})
     llm = LLM(
         model=str(checkpoint_path()),
         speculative_config=drafter if speculate else None,

@@ -47,13 +47,23 @@ def make_full_rows(worker: Any) -> None:
     drafter.use_local_argmax_reduction = False
 
 
+def spoil(worker: Any) -> None:
+    """Scribble over a rank's hot rows, as a sleep would."""
+    [rows] = set(worker.model_runner.windowed_mtp_hot_logits[0].rows.values())
+    rows.ids.data.fill_(2**40)
+    rows.weight.data.fill_(float("nan"))
+
+
 def run(window: dict[str, Any], files: list[str], **options: Any) -> Iterator[Any]:
-    """For each file in turn, and at last with full rows: continuations, and what each rank has to say."""
+    """For each file in turn, at last with full rows and weights reloaded: continuations, and what each rank says."""
     prompts = random_prompts([20, 130, 161])
     with EAGLE3.running(window, **OPTIONS, **options) as llm:
         llm.collective_rpc(record)
         for file in [*files, None]:
             llm.collective_rpc(*((make_full_rows,) if file is None else (refresh_hot_head, None, (file,))))
+            if file is None:
+                llm.collective_rpc(spoil)
+                llm.collective_rpc("reload_weights")
             outputs = [each.tokens for each in generate(llm, prompts, 24)]
             yield outputs, llm.collective_rpc(recorded)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from windowed_mtp.engines.vllm.config import HotVocabularyConfig, PluginConfig, PluginError
+from windowed_mtp.engines.vllm.hot_quantised import QuantisedHotRows
 from windowed_mtp.engines.vllm.hot_rows import HotLogits, HotRows, tensor_rank
 from windowed_mtp.engines.vllm.hot_watch import HotWatch, take_off
 from windowed_mtp.errors import WindowedMTPError
@@ -69,7 +70,11 @@ def _make(runner: Any, model: Any, config: HotVocabularyConfig) -> list[HotLogit
     if len(ids) == vocab_size:
         _say("info", f"Hot vocabulary: all {vocab_size} rows are hot, so the draft's output head stays as it is.")
         return []
-    made = {pointer: HotRows(head, ids) for pointer, head in {each.weight.data_ptr(): each for each in heads}.items()}
+    source = quantised_from(runner, heads)
+    made = {
+        pointer: HotRows(head, ids) if source is None else QuantisedHotRows(source, ids, runner.vllm_config)
+        for pointer, head in {each.weight.data_ptr(): each for each in heads}.items()
+    }
     copied = sum(each.num_bytes for each in made.values()) / 1e6
     _say(
         "info",
@@ -153,8 +158,7 @@ def why_not(runner: Any, model: Any, shared: Sequence[bool], heads: Sequence[Any
     heads : sequence of torch.nn.Module
         Its output heads.
     """
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     method = runner.vllm_config.speculative_config.method
     if method not in METHODS:
@@ -169,12 +173,30 @@ def why_not(runner: Any, model: Any, shared: Sequence[bool], heads: Sequence[Any
         return "the target uses its logits processor too"
     if not all(isinstance(head, VocabParallelEmbedding) for head in heads):
         return f"it is a {type(heads[0]).__name__}"
-    plain = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
-    if not all(isinstance(head.quant_method, plain) for head in heads):
+    if not all(map(_is_plain, heads)) and quantised_from(runner, heads) is None:
         return "it is quantised"
     if any(getattr(head, "bias", None) is not None for head in heads):
         return "it has a bias"
     return None
+
+
+def quantised_from(runner: Any, heads: Sequence[Any]) -> Any:
+    """Give the target's head that a draft's is a quantised copy of; ``None`` if it is none of vLLM's making.
+
+    vLLM makes one where ``draft_lm_head_quantization`` is set (since 0.33), for all of the draft's layers.
+    """
+    wanted = getattr(runner.vllm_config.speculative_config, "draft_lm_head_quantization", None)
+    plain = [head for head in output_heads(runner.model) if _is_plain(head) and getattr(head, "bias", None) is None]
+    if wanted is None or len(heads) != 1 or _is_plain(heads[0]) or len(plain) != 1:
+        return None
+    return plain[0] if plain[0].org_vocab_size == heads[0].org_vocab_size else None
+
+
+def _is_plain(head: Any) -> bool:
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    return isinstance(getattr(head, "quant_method", None), (UnquantizedEmbeddingMethod, UnquantizedLinearMethod))
 
 
 def _has_top_tokens(runner: Any, drafter: Any) -> bool:

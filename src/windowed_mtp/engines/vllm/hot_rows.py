@@ -24,27 +24,32 @@ class HotRows:
         The output head, sharded by vocabulary under tensor parallelism.
     ids : sequence of int
         Hot token ids, ascending; their number H is fixed from here on.
+    multiple : int
+        What the rows of a rank are a multiple of, zeros included.
 
     Attributes
     ----------
     ids : torch.Tensor
         ``[H]`` int64, the hot ids.
+    share : int
+        Number of rows of a rank, with those that are zeros.
     weight : torch.Tensor
-        ``[ceil(H / ranks), hidden]``, this rank's hot rows.
+        ``[share, hidden]``, this rank's hot rows, ``ceil(H / ranks)`` rounded up to ``multiple``.
     shard_indices : namespace
         Which places of the hot ids these rows have, in the words of a head's own.
     """
 
-    def __init__(self, head: Any, ids: Sequence[int]) -> None:
+    def __init__(self, head: Any, ids: Sequence[int], multiple: int = 1) -> None:
         self.head = head
         self.tp_size = head.tp_size
         self._hot = list(ids)  # on the host, where no sleep mode takes them
         self._read: tuple[Any, ...] = ()
         self.rank = tensor_rank() if self.tp_size > 1 else 0
-        share, device = -(-len(ids) // self.tp_size), head.weight.device
+        share, device = -(-len(ids) // (self.tp_size * multiple)) * multiple, head.weight.device
         start = self.rank * share
         self.ids = torch.empty(len(ids), dtype=torch.int64, device=device)
-        self.weight = torch.zeros(share, head.weight.shape[1], dtype=head.weight.dtype, device=device)
+        self.share = share
+        self.weight = self._room()
         self.shard_indices = SimpleNamespace(
             org_vocab_start_index=start, num_org_vocab_padding=min(share, max(0, start + share - len(ids)))
         )
@@ -86,18 +91,25 @@ class HotRows:
         """
         self.ids.copy_(torch.tensor(self._hot, dtype=torch.int64))
         self._read = _mark(self.head.weight)
+        self._fill(self.weight)
+
+    def _room(self) -> Tensor:
+        return self.head.weight.new_zeros(self.share, self.head.weight.shape[1])
+
+    def _fill(self, weight: Tensor) -> None:
+        """Write this rank's hot rows to the first rows of ``weight``, which has zeros in the others."""
         if self.tp_size == 1:
-            torch.index_select(self.head.weight, 0, self.ids, out=self.weight)
+            torch.index_select(self.head.weight, 0, self.ids, out=weight[: self.ids.shape[0]])
             return
         from vllm.distributed import tensor_model_parallel_all_reduce
 
         shard = self.head.shard_indices
         mine = (self.ids >= shard.org_vocab_start_index) & (self.ids < shard.org_vocab_end_index)
-        rows = self.head.weight.new_zeros(self.ids.shape[0], self.weight.shape[1])
+        rows = self.head.weight.new_zeros(self.ids.shape[0], weight.shape[1])
         rows[mine] = self.head.weight[self.ids[mine] - shard.org_vocab_start_index]
         rows = tensor_model_parallel_all_reduce(rows)  # one rank has each row, the others zeros
-        share = rows[self.rank * self.weight.shape[0] :][: self.weight.shape[0]]
-        self.weight[: share.shape[0]] = share
+        share = rows[self.rank * weight.shape[0] :][: weight.shape[0]]
+        weight[: share.shape[0]] = share
 
 
 class HotLogits:
@@ -143,7 +155,8 @@ class HotLogits:
             return self.own[1](lm_head, hidden_states, *args, **kwargs)
         if rows.tp_size > 1:
             return rows.ids[self.own[1](rows, hidden_states)]
-        return rows.ids[self.own[0](rows, hidden_states).argmax(-1)]  # vLLM's takes the maximum too, which is slower
+        hot = self.own[0](rows, hidden_states)[..., : rows.ids.shape[0]]
+        return rows.ids[hot.argmax(-1)]  # vLLM's takes the maximum too, which is slower
 
 
 def _mark(weight: Tensor) -> tuple[Any, ...]:
