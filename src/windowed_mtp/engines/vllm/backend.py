@@ -126,7 +126,21 @@ def windowing_limits(vllm_config: Any) -> dict[str, Any]:
         limits["max_rows"] = max(vllm_config.scheduler_config.max_num_seqs, captured)
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is not None:
-        # Host lengths lag behind by what was rejected where the scheduler runs ahead, on rows that are being verified.
-        verified = speculative.num_speculative_tokens + 1
-        limits["exact_above"] = verified if vllm_config.scheduler_config.async_scheduling else 1
+        limits["exact_above"] = _exact_above(speculative, vllm_config.scheduler_config.async_scheduling)
     return limits
+
+
+def _exact_above(speculative: Any, asynchronous: bool) -> int:
+    """Most queries of a row in a pass over verified tokens, where the host's lengths lag behind by what was rejected.
+
+    They do where the scheduler runs ahead, and where a drafter takes this step's rejected tokens off itself: in one
+    parallel pass, or for several modules. An independent draft model has one query more than the target, and some
+    parallel drafters one more for each token.
+    """
+    tokens = speculative.num_speculative_tokens
+    parallel = bool(getattr(speculative, "parallel_drafting", False))
+    several = getattr(speculative, "use_multi_module_mtp", None)  # since 0.27
+    if not (asynchronous or parallel or (several is not None and several())):
+        return 1
+    extra = tokens if parallel else int(getattr(speculative, "method", None) == "draft_model")
+    return int(tokens + 1 + extra)
