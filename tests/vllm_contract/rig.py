@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 import vllm
@@ -98,7 +100,6 @@ class RebuildingBuilder(Builder):
     """One whose metadata cannot be updated in place."""
 
     supports_draft_decode_metadata_update = False
-    update_draft_decode_metadata = AttentionMetadataBuilder.update_draft_decode_metadata
 
 
 class RebuildingBackend(Backend):
@@ -181,7 +182,7 @@ class Model(nn.Module):
 
 
 @functools.cache
-def _engine_config(target: str, drafter: str | None, method: str) -> Any:
+def _engine_config(target: str, drafter: str | None, method: str, runner: int) -> Any:
     speculative = {"method": method, "num_speculative_tokens": GAMMA, **({"model": drafter} if drafter else {})}
     return EngineArgs(
         model=target, skip_tokenizer_init=True, block_size=BLOCK, max_model_len=LONGEST, max_num_seqs=REQUESTS,
@@ -189,17 +190,23 @@ def _engine_config(target: str, drafter: str | None, method: str) -> Any:
     ).create_engine_config()  # fmt: skip
 
 
-def engine_config(checkpoints: Sequence[str], method: str, graphs: bool, asynchronous: bool) -> Any:
-    """vLLM's own settings of an engine with a drafter, with full CUDA graphs or without."""
-    vllm_config = _engine_config(checkpoints[0], checkpoints[1] if len(checkpoints) > 1 else None, method)
+def engine_config(checkpoints: Sequence[str], method: str, graphs: bool, asynchronous: bool, runner: int = 2) -> Any:
+    """vLLM's own settings of an engine with a drafter, with full CUDA graphs or without, for the V1 or V2 runner."""
+    with patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER=str(runner - 1)):
+        vllm_config = _engine_config(checkpoints[0], checkpoints[1] if len(checkpoints) > 1 else None, method, runner)
+    use_graphs(vllm_config, graphs)
+    vllm_config.compilation_config.static_forward_context.clear()
+    vllm_config.scheduler_config.async_scheduling = asynchronous
+    parallel_state._PP = SimpleNamespace(is_first_rank=True, is_last_rank=True, world_size=1)
+    return vllm_config
+
+
+def use_graphs(vllm_config: Any, graphs: bool) -> None:
+    """Settings of full CUDA graphs, which vLLM takes off on a CPU whenever it copies an engine's settings."""
     compilation = vllm_config.compilation_config
     compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY if graphs else CUDAGraphMode.NONE
     compilation.cudagraph_capture_sizes = list(GRAPHS) if graphs else []
     compilation.max_cudagraph_capture_size = max(GRAPHS) if graphs else 0
-    compilation.static_forward_context.clear()
-    vllm_config.scheduler_config.async_scheduling = asynchronous
-    parallel_state._PP = SimpleNamespace(is_first_rank=True, is_last_rank=True, world_size=1)
-    return vllm_config
 
 
 @dataclass(frozen=True)
@@ -316,6 +323,7 @@ class Rig:
         self.runner.speculator = speculator
         assign_passes(self.runner)
         self._find_windows()
+        use_graphs(self.vllm_config, mode != CUDAGraphMode.NONE)
         speculator.init_cudagraph_manager(mode)
         if mode != CUDAGraphMode.NONE:
             speculator.capture()

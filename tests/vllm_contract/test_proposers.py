@@ -49,7 +49,7 @@ class DFlashModel(Model, DFlashQwen3ForCausalLM):
 
 def proposer_of(kind: str, asynchronous: bool = False) -> Any:
     method, checkpoints, proposer_class = KINDS[kind]
-    vllm_config = engine_config(checkpoints(), method, graphs=False, asynchronous=asynchronous)
+    vllm_config = engine_config(checkpoints(), method, graphs=False, asynchronous=asynchronous, runner=1)
     layers = vllm_config.compilation_config.static_forward_context
     layers |= {TWIN: Layer(Backend), DRAFT: windowed_layer(Backend)}
     groups = [KVCacheGroupSpec([TWIN, DRAFT], layers[TWIN].get_kv_cache_spec(vllm_config))]
