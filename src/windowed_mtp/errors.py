@@ -13,6 +13,26 @@ class CheckpointError(WindowedMTPError):
     """A checkpoint without a usable draft head, or of a family that is not supported."""
 
 
+class CheckpointFileError(CheckpointError):
+    """A file of a checkpoint that is missing, damaged or something else than its name says.
+
+    Parameters
+    ----------
+    cause : str
+        What is wrong, without a full stop.
+    remedy : str
+        What to do, likewise.
+    """
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        super().__init__(cause, remedy)
+        self.cause = cause
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.cause}; {self.remedy}."
+
+
 class GenerationError(WindowedMTPError):
     """A generation request that the engine cannot serve."""
 

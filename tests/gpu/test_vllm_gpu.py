@@ -170,7 +170,7 @@ def test_output_with_and_without_the_window_is_the_targets(prompts: list[list[in
 
 
 def test_excluded_keys_are_not_read_inside_captured_graphs(prompts: list[list[int]], target: list[Any]):
-    with engine({"sink": WINDOW.sink, "window": WINDOW.window}) as llm:
+    with engine({"sink": WINDOW.sink, "window": WINDOW.window, "widest_window": 8192}) as llm:
         runner = runner_of(llm)
         speculator = runner.speculator
         assert speculator.supports_decode_metadata_update

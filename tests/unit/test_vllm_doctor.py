@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from windowed_mtp.checkpoint import Inventory
 from windowed_mtp.cli import main
 from windowed_mtp.engines.vllm.config import PluginError
 from windowed_mtp.engines.vllm.doctor_acceptance import acceptance
@@ -17,9 +18,9 @@ from windowed_mtp.engines.vllm.doctor_head import (
     head_findings,
     head_names,
     head_presence,
-    head_quantisation,
-    tensor_files,
+    unseen_head,
 )
+from windowed_mtp.engines.vllm.doctor_quantisation import Answer, quantisation_findings, stored_modules
 from windowed_mtp.engines.vllm.doctor_rope import rope_findings, rope_of
 
 METRICS = """
@@ -99,30 +100,68 @@ def test_a_head_that_is_missing_or_incomplete():
     assert wrong.level == "problem" and "says 3 layers of MTP, but the checkpoint holds tensors of 1" in wrong.cause
 
 
-UP, GATE = "mtp.layers.0.mlp.up_proj", "mtp.layers.0.mlp.gate"
-PLAIN = [f"{UP}.weight", f"{GATE}.weight"]
-SCALED = [f"{UP}.weight", f"{UP}.weight_scale_inv", f"{GATE}.weight"]
-LATER = ["model.layers.61.mlp.up_proj.qweight", "model.layers.61.mlp.up_proj.scales"]
+BF16, FP8, INT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32
+UP, EXPERTS = "mtp.layers.0.mlp.up_proj", "mtp.layers.0.mlp.experts"
 
 
 @pytest.mark.parametrize(
-    ("head", "settings", "level"),
+    ("tensors", "modules"),
     [
-        (PLAIN, None, None),
-        (PLAIN, {"ignore": ["lm_head", "re:.*mtp.*"]}, "ok"),
-        (PLAIN, {"modules_to_not_convert": ["mtp.layers.0"]}, "ok"),
-        (PLAIN, {"exclude_modules": ["mtp*"]}, "ok"),
-        (PLAIN, {"ignore": ["lm_head", "mlp.up", GATE]}, "warning"),
-        (PLAIN, {"ignore": []}, "warning"),
-        (SCALED, {"ignore": ["lm_head", GATE, "mtp.fc"]}, "ok"),
-        (SCALED, {"ignore": ["mtp"]}, "warning"),
-        (LATER, {"ignore": ["model.layers.60*"]}, "ok"),
-        (LATER, {"ignore": ["model.layers.61*"]}, "warning"),
+        ({f"{UP}.weight": BF16, "mtp.layers.0.mlp.gate.weight": BF16, "mtp.norm.weight": BF16}, {UP: False}),
+        ({f"{UP}.weight": FP8}, {UP: True}),
+        ({f"{UP}.weight": FP8, f"{UP}.weight_scale_inv": BF16, "mtp.fc.weight": BF16}, {UP: True, "mtp.fc": False}),
+        ({f"{UP}.qweight": INT32, f"{UP}.scales": BF16}, {UP: True}),
+        ({f"{UP}.weight_packed": INT32, f"{UP}.weight_scale": BF16, f"{UP}.weight_shape": INT32}, {UP: True}),
+        ({"mtp.k_proj.weight": BF16, "mtp.k_proj.k_scale": BF16, "mtp.k_proj.bias": BF16}, {"mtp.k_proj": False}),
+        ({f"{EXPERTS}.0.up_proj.weight": BF16, f"{EXPERTS}.1.up_proj.weight": BF16}, {EXPERTS: False}),
+        ({f"{EXPERTS}.0.up_proj.weight": FP8, f"{EXPERTS}.0.up_proj.weight_scale": BF16}, {EXPERTS: True}),
+        ({f"{EXPERTS}.gate_up_proj": BF16, f"{EXPERTS}.down_proj": BF16}, {EXPERTS: False}),
+        ({f"{EXPERTS}.gate_up_proj_blocks": torch.uint8, f"{EXPERTS}.gate_up_proj_scales": BF16}, {EXPERTS: True}),
+        ({"model.layers.61.eh_proj.weight": BF16}, {}),
     ],
 )
-def test_a_head_that_is_quantised_otherwise_than_its_config_says(head: list[str], settings: Any, level: str | None):
-    found = head_quantisation(head, {"quantization_config": settings})
-    assert (found.level if found else None) == level
+def test_which_modules_of_a_head_are_stored_quantised(
+    tensors: dict[str, torch.dtype], modules: dict[str, bool], tmp_path: Path
+):
+    save_file({name: torch.zeros(2, 2, dtype=dtype) for name, dtype in tensors.items()}, tmp_path / "model.safetensors")
+    inventory = Inventory.read(tmp_path)
+    assert inventory.dtypes(tensors).keys() == tensors.keys()
+    assert stored_modules(inventory, list(tensors)) == modules
+
+
+def test_scales_tell_where_a_file_is_absent(tmp_path: Path):
+    index = {f"{UP}.weight": "away.safetensors", f"{UP}.weight_scale": "away.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert stored_modules(Inventory.read(tmp_path), list(index)) == {UP: True}
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "match"),
+    [
+        (Answer("mtp.gate_up_proj", quantised=False), "ok", "where vLLM's fp8 expects it"),
+        (Answer("mtp.gate_up_proj", quantised=True), "warning", "vLLM would load mtp.gate_up_proj as quantised"),
+        (
+            Answer("mtp.gate_up_proj", None, "some shards"),
+            "problem",
+            "would not load the head's mtp.gate_up_proj: some",
+        ),
+        (
+            Answer("mtp.gate_up_proj", None),
+            "warning",
+            "be told which of the head's modules vLLM would load as quantised (fp8)",
+        ),
+        (None, "warning", "be told which of the head's modules vLLM would load as quantised (fp8)"),
+    ],
+)
+def test_what_vllm_answers_of_a_plain_head(answer: Answer | None, level: str, match: str, tmp_path: Path):
+    save_file({f"{UP}.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    ask = None if answer is None else lambda module: answer
+    [found] = quantisation_findings(Inventory.read(tmp_path), [f"{UP}.weight"], ask, "fp8")
+    assert found.level == level and match in found.cause
+
+
+def plain(module: str) -> Answer:
+    return Answer(module, quantised=False)
 
 
 def checkpoint(folder: Path, norm: torch.Tensor, sharded: bool) -> Path:
@@ -141,18 +180,18 @@ def checkpoint(folder: Path, norm: torch.Tensor, sharded: bool) -> Path:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_head_that_was_never_trained(sharded: bool, tmp_path: Path):
-    trained = checkpoint(tmp_path / "trained", torch.tensor([1.0, 0.9]), sharded)
-    assert len(tensor_files(trained)) == 3
-    assert [found.level for found in head_findings(str(trained), {"mtp_num_hidden_layers": 1}, 1)] == ["ok"]
-    fresh = checkpoint(tmp_path / "fresh", torch.ones(2), sharded)
-    found = list(head_findings(str(fresh), {"mtp_num_hidden_layers": 1}, 1))
+    trained = Inventory.read(checkpoint(tmp_path / "trained", torch.tensor([1.0, 0.9]), sharded))
+    assert len(trained.file_of) == 3
+    assert [found.level for found in head_findings(trained, {"mtp_num_hidden_layers": 1}, 1, plain, None)] == ["ok"]
+    fresh = Inventory.read(checkpoint(tmp_path / "fresh", torch.ones(2), sharded))
+    found = list(head_findings(fresh, {"mtp_num_hidden_layers": 1}, 1, plain, None))
     assert [each.level for each in found] == ["ok", "warning"] and "may be random" in found[1].cause
 
 
 def test_a_checkpoint_that_is_not_here_cannot_be_looked_at(tmp_path: Path):
-    [found] = head_findings("nobody/such-a-model-7b", {}, 1)
+    found = unseen_head("nobody/such-a-model-7b")
     assert found.level == "warning" and "not on this machine" in found.cause and found.remedy is not None
-    [empty] = head_findings(str(tmp_path), {}, 1)
+    [empty] = head_findings(Inventory.read(tmp_path), {}, 1, plain, None)
     assert empty.level == "warning" and "no safetensors files" in empty.cause
 
 

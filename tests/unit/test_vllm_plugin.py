@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 import windowed_mtp.engines.vllm as plugin
 from windowed_mtp import SinkWindow
+from windowed_mtp.engines.vllm import worker_check
 from windowed_mtp.engines.vllm.backend import windowed_backend
 from windowed_mtp.engines.vllm.config import PluginConfig, PluginError
 from windowed_mtp.engines.vllm.imports import when_imported
-from windowed_mtp.engines.vllm.install import install, uninstall, why_not
-from windowed_mtp.engines.vllm.windowing import Windowing
+from windowed_mtp.engines.vllm.install import install, uninstall, why_not, window_draft_layers
+from windowed_mtp.engines.vllm.windowing import Limits, Windowing
 from windowed_mtp.paging import compact_block_table, dropped_blocks
 
 
@@ -33,6 +34,9 @@ def test_no_settings_no_plugin():
 def test_settings():
     config = PluginConfig.read({"windowed_mtp": {"sink": 4, "window": 300, "min_context": 900, "strict": False}})
     assert config == PluginConfig(SinkWindow(4, 300, 900), window_first_pass=True, strict=False)
+    assert PluginConfig.read({"windowed_mtp": {"widest_window": 9000}}) == PluginConfig(
+        SinkWindow(), widest_window=9000
+    )
     assert PluginConfig.read({"windowed_mtp": {}}) == PluginConfig(SinkWindow())
 
 
@@ -47,6 +51,7 @@ def test_settings():
         ({"window": 0}, "window is 0"),
         ({"sink": -1}, "sink is -1"),
         ({"min_context": -5}, "min_context is -5"),
+        ({"widest_window": -5}, r'"widest_window"\] is negative'),
     ],
 )
 def test_bad_settings_get_one_sentence(given: Any, match: str):
@@ -119,7 +124,7 @@ def test_a_batch_is_windowed_as_the_block_tables_are(
     before = dataclasses.replace(
         common, seq_lens=common.seq_lens.clone(), block_table_tensor=common.block_table_tensor.clone()
     )
-    windowing = Windowing(window, block_size, graphs)
+    windowing = Windowing(window, block_size, Limits(graphs))
     made = windowing(common)
     queries = common.query_start_loc.diff()
     table, lens = compact_block_table(
@@ -141,15 +146,15 @@ def test_a_batch_is_windowed_as_the_block_tables_are(
 
 def test_nothing_is_done_below_the_threshold_outside_graphs():
     common = batch([(300, 4), (20, 1)], 16)
-    assert Windowing(SinkWindow(4, 32, min_context=301), 16, graphs=False)(common) is common
-    windowing = Windowing(SinkWindow(4, 32, min_context=301), 16, graphs=True)
+    assert Windowing(SinkWindow(4, 32, min_context=301), 16, Limits(graphs=False))(common) is common
+    windowing = Windowing(SinkWindow(4, 32, min_context=301), 16, Limits(graphs=True))
     made = windowing(common)
     assert made.seq_lens.equal(common.seq_lens)
     assert made.block_table_tensor.equal(common.block_table_tensor)
 
 
 def test_buffers_keep_their_addresses_and_refresh_reads_the_batch_anew():
-    windowing = Windowing(SinkWindow(4, 32), 16, graphs=True)
+    windowing = Windowing(SinkWindow(4, 32), 16, Limits(graphs=True))
     common = batch([(300, 1), (200, 1)], 16)
     made = windowing(common)
     address = made.block_table_tensor.data_ptr(), made.seq_lens.data_ptr()
@@ -200,7 +205,11 @@ class Backend:
 def builder(**own: Any) -> Any:
     config = PluginConfig(SinkWindow(4, 32), **own)
     mode = SimpleNamespace(has_full_cudagraphs=lambda: False)
-    vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+    vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=mode),
+        scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64, async_scheduling=True),
+        speculative_config=SimpleNamespace(num_speculative_tokens=3),
+    )
     backend = windowed_backend(Backend, config)
     assert issubclass(backend, Backend)
     assert backend is windowed_backend(Backend, config)
@@ -247,6 +256,9 @@ def test_layers_that_are_left_alone_say_why(changes: dict[str, Any], match: str 
     assert why_not(layer, config) is not None
     assert why_not(SimpleNamespace(), config) is not None
     config.parallel_config.decode_context_parallel_size = 1
+    config.parallel_config.prefill_context_parallel_size = 2
+    assert "prefill context parallelism" in str(why_not(SimpleNamespace(attn_backend=Backend), config))
+    config.parallel_config.prefill_context_parallel_size = 1
     config.model_config = SimpleNamespace(rswa_window=128)
     assert "R-SWA" in str(why_not(SimpleNamespace(attn_backend=Backend), config))
 
@@ -309,7 +321,7 @@ def test_taking_everything_off(monkeypatch: pytest.MonkeyPatch):
     for _ in range(2):
         plugin.register()
         assert module.GPUModelRunner.initialize_kv_cache is not original
-        assert len(sys.meta_path) == len(finders) + 1
+        assert len(sys.meta_path) == len(finders) + 2  # for a runner, and for the worker's wrapper
         plugin.unregister()
         plugin.unregister()
         assert module.GPUModelRunner.initialize_kv_cache is original
@@ -336,3 +348,61 @@ def test_a_runner_without_the_seam_refuses_a_window_and_nothing_else(monkeypatch
         RunnerWithoutTheSeam(SimpleNamespace(additional_config={"windowed_mtp": {}}), "cpu")
     uninstall(module)
     assert RunnerWithoutTheSeam.__init__ is original
+
+
+@pytest.mark.parametrize("method", ["extract_hidden_states", "ngram"])
+def test_a_drafter_with_nothing_to_window_is_refused(method: str):
+    speculative = SimpleNamespace(method=method, num_speculative_tokens=1)
+    runner = SimpleNamespace(
+        vllm_config=SimpleNamespace(speculative_config=speculative),
+        speculator=SimpleNamespace(draft_attn_layer_names={"layer"}),
+    )
+    with pytest.raises(PluginError, match=rf"the drafter \({method}\) (proposes nothing|has no attention layers)"):
+        window_draft_layers(runner, PluginConfig(SinkWindow()))
+
+
+def worker_module(reaches: bool) -> Any:
+    """A module with a worker's wrapper, whose runner makes its cache with or without what the plugin wraps."""
+
+    class Runner:
+        pass
+
+    class Worker:
+        def __init__(self) -> None:
+            self.model_runner = Runner()
+
+    class WorkerWrapperBase:
+        def __init__(self, additional_config: dict[str, Any]) -> None:
+            self.vllm_config = SimpleNamespace(additional_config=additional_config)
+            self.worker = Worker()
+
+        def initialize_from_config(self, kv_cache_configs: list[Any]) -> str:
+            if reaches:
+                setattr(self.worker.model_runner, worker_check.REACHED, True)
+            return "made"
+
+    module: Any = ModuleType("worker_base")
+    module.WorkerWrapperBase = WorkerWrapperBase
+    return module
+
+
+def test_a_runner_that_goes_around_the_seam_is_not_passed_over(monkeypatch: pytest.MonkeyPatch):
+    warnings: list[str] = []
+    logger = SimpleNamespace(warning=lambda text, *args: warnings.append(text % args))
+    monkeypatch.setitem(sys.modules, "vllm.logger", SimpleNamespace(init_logger=lambda name: logger))
+    around, through = worker_module(reaches=False), worker_module(reaches=True)
+    original = around.WorkerWrapperBase.initialize_from_config
+    for module in (around, through):
+        worker_check.install(module)
+        worker_check.install(module)
+    strict, lenient = {"windowed_mtp": {}}, {"windowed_mtp": {"strict": False}}
+    assert through.WorkerWrapperBase(strict).initialize_from_config([]) == "made"
+    assert around.WorkerWrapperBase({}).initialize_from_config([]) == "made"
+    with pytest.raises(PluginError, match=r"Runner makes its cache in its own way, without vLLM's GPUModelRunner"):
+        around.WorkerWrapperBase(strict).initialize_from_config([])
+    assert not warnings
+    assert around.WorkerWrapperBase(lenient).initialize_from_config([]) == "made"
+    [warning] = warnings
+    assert warning.startswith("Windowed MTP is off: ") and "\n" not in warning
+    worker_check.uninstall(around)
+    assert around.WorkerWrapperBase.initialize_from_config is original

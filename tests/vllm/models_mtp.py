@@ -29,12 +29,14 @@ EXPERTS, EXPERT = 4, 64
 """Number of routed experts, and the width of one."""
 
 
-def _latent_attention(prefix: str, generator: torch.Generator, strength: float) -> dict[str, Tensor]:
+def _latent_attention(
+    prefix: str, generator: torch.Generator, strength: float, nope: int, value: int
+) -> dict[str, Tensor]:
     shapes = {
-        "q_proj": (LATENT_HEADS * (NOPE + ROTARY), HIDDEN, 2.0),
+        "q_proj": (LATENT_HEADS * (nope + ROTARY), HIDDEN, 2.0),
         "kv_a_proj_with_mqa": (LATENT + ROTARY, HIDDEN, 2.0),
-        "kv_b_proj": (LATENT_HEADS * (NOPE + VALUE), LATENT, 1.0),
-        "o_proj": (HIDDEN, LATENT_HEADS * VALUE, strength),
+        "kv_b_proj": (LATENT_HEADS * (nope + value), LATENT, 1.0),
+        "o_proj": (HIDDEN, LATENT_HEADS * value, strength),
     }
     return random(f"{prefix}self_attn.", shapes, generator) | {
         f"{prefix}self_attn.kv_a_layernorm.weight": torch.ones(LATENT)
@@ -49,9 +51,9 @@ def _experts(prefix: str, generator: torch.Generator, strength: float) -> dict[s
     return tensors
 
 
-def _latent_layer(prefix: str, generator: torch.Generator, strength: float) -> dict[str, Tensor]:
+def _latent_layer(prefix: str, generator: torch.Generator, strength: float, nope: int, value: int) -> dict[str, Tensor]:
     dense = mlp(f"{prefix}mlp.", generator, 256, strength)
-    return _latent_attention(prefix, generator, strength) | dense | norms(prefix)
+    return _latent_attention(prefix, generator, strength, nope, value) | dense | norms(prefix)
 
 
 def _full_layer(prefix: str, generator: torch.Generator, strength: float) -> dict[str, Tensor]:
@@ -92,14 +94,17 @@ def _checkpoint(name: str, tensors: dict[str, Tensor], **config: Any) -> str:
 
 
 @functools.cache
-def deepseek_v3() -> str:
-    """Folder of a target with multi-head latent attention and a head of the same kind, made once a process."""
+def deepseek_v3(nope: int = NOPE, value: int = VALUE) -> str:
+    """Folder of a target with multi-head latent attention and a head of the same kind, made once a process.
+
+    ``nope`` and ``value`` are the sizes of a head's part without rotation, and of its value.
+    """
     return _checkpoint(
-        "deepseek-v3", _target_and_head(_latent_layer, strength=5.0),
+        "deepseek-v3", _target_and_head(functools.partial(_latent_layer, nope=nope, value=value), strength=5.0),
         architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3",
         num_attention_heads=LATENT_HEADS, num_key_value_heads=LATENT_HEADS, head_dim=ROTARY,
         rope_parameters=YARN,
-        q_lora_rank=None, kv_lora_rank=LATENT, qk_rope_head_dim=ROTARY, qk_nope_head_dim=NOPE, v_head_dim=VALUE,
+        q_lora_rank=None, kv_lora_rank=LATENT, qk_rope_head_dim=ROTARY, qk_nope_head_dim=nope, v_head_dim=value,
         first_k_dense_replace=LAYERS + 1,
     )  # fmt: skip
 

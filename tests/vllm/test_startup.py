@@ -165,7 +165,7 @@ def test_another_vllm_stops_a_strict_engine_and_leaves_another_as_it_is(change, 
 
 
 def test_a_layer_whose_window_is_lost_stops_any_engine(monkeypatch):
-    monkeypatch.setattr("windowed_mtp.engines.vllm.install.windowed_backend", lambda base, config: base)
+    monkeypatch.setattr("windowed_mtp.engines.vllm.install.windowed_backend", lambda base, config, replays: base)
     with (
         pytest.raises(PluginError, match=r"gave .* no attention metadata of its own, so its window is not in force"),
         engine(window={**WINDOW, "strict": False}, **SMALL),

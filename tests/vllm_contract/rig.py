@@ -125,9 +125,9 @@ class Layer(AttentionLayerBase):
         return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
 
 
-def windowed_layer(backend: type[Any]) -> Layer:
+def windowed_layer(backend: type[Any], replays: bool) -> Layer:
     """A layer as the plugin leaves it."""
-    return Layer(windowed_backend(backend, PluginConfig(WINDOW)))
+    return Layer(windowed_backend(backend, PluginConfig(WINDOW), replays))
 
 
 @dataclass
@@ -275,7 +275,7 @@ class Rig:
     def __post_init__(self) -> None:
         layers = self.vllm_config.compilation_config.static_forward_context
         layers |= {TARGET: Layer(self.backend), TWIN: Layer(self.backend)}
-        layers[DRAFT] = windowed_layer(self.backend)
+        layers[DRAFT] = windowed_layer(self.backend, replays=True)
         names = [TARGET, TWIN, DRAFT]
         spec = layers[TARGET].get_kv_cache_spec(self.vllm_config)
         self.kv_cache_config = KVCacheConfig(
@@ -447,15 +447,15 @@ class Captured:
 
     def __init__(self, forward: Any, windows: Sequence[Any]) -> None:
         self._forward = forward
-        self._sources = [(window, window._source) for window in windows]
+        self._sources = [(window, window._pass) for window in windows]
 
     def replay(self) -> None:
-        before = [(window, window._source) for window, _ in self._sources]
+        before = [(window, window._pass) for window, _ in self._sources]
         for window, source in self._sources:
-            window._source = source
+            window._pass = source
         self._forward(CUDAGraphMode.NONE)
         for window, source in before:
-            window._source = source
+            window._pass = source
 
 
 def _capture(manager: Any, create_forward: Any, *args: Any, **more: Any) -> None:

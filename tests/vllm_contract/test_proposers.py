@@ -51,7 +51,7 @@ def proposer_of(kind: str, asynchronous: bool = False) -> Any:
     method, checkpoints, proposer_class = KINDS[kind]
     vllm_config = engine_config(checkpoints(), method, graphs=False, asynchronous=asynchronous, runner=1)
     layers = vllm_config.compilation_config.static_forward_context
-    layers |= {TWIN: Layer(Backend), DRAFT: windowed_layer(Backend)}
+    layers |= {TWIN: Layer(Backend), DRAFT: windowed_layer(Backend, replays=False)}
     groups = [KVCacheGroupSpec([TWIN, DRAFT], layers[TWIN].get_kv_cache_spec(vllm_config))]
     proposer = proposer_class(vllm_config, DEVICE)
     proposer._draft_attn_layer_names = {TWIN, DRAFT}

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import pkgutil
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,6 +95,19 @@ def test_full_graphs(kind: str, backend: Any, state: Any):
         for seen in passes:
             assert seen[TWIN].fields["seq_lens"] > len(VERIFIED)  # padded for the graph that was captured
             assert check(seen, len(VERIFIED)) > 0
+
+
+def test_a_graph_of_more_rows_than_the_batch_before_it_reads_nothing_of_an_earlier_one():
+    rig = rig_of("mtp", graphs=True)
+    many = [Row(400, GAMMA + 1)] * REQUESTS
+    for seen in rig.propose(rig.batch(many, rig.graph_for(many)), CUDAGraphMode.FULL):
+        assert check(seen, REQUESTS) > 0
+    rows = len(VERIFIED) + 2  # no graph has so many: the draft replays a larger one
+    own = replace(rig.graph_for(VERIFIED), num_reqs=rows, num_tokens=rows * (GAMMA + 1))
+    passes = rig.propose(rig.batch(VERIFIED, own), CUDAGraphMode.FULL)
+    assert passes[0][TWIN].fields["seq_lens"] > rows
+    for seen in passes:
+        assert check(seen, len(VERIFIED)) > 0
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -13,11 +13,16 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from windowed_mtp import SinkWindow
 from windowed_mtp.engines.vllm.backend import windowed_backend
 from windowed_mtp.engines.vllm.config import PluginConfig, PluginError
-from windowed_mtp.engines.vllm.install import assign_passes, only_first_pass
-from windowed_mtp.engines.vllm.windowing import Windowing
+from windowed_mtp.engines.vllm.drafters import only_first_pass
+from windowed_mtp.engines.vllm.install import assign_passes
+from windowed_mtp.engines.vllm.self_check import check_builders, padded_batch
+from windowed_mtp.engines.vllm.windowing import Limits, Windowing
+from windowed_mtp.paging import compact_block_table
 
 WINDOW = SinkWindow(4, 32)
 BLOCK = 16
+ROWS = 16
+"""Most rows of a batch."""
 
 
 def batch(rows: list[tuple[int, int]], prefilling: int = 0, slack: int = 0, **more: Any) -> CommonAttentionMetadata:
@@ -65,16 +70,14 @@ class Direct(Builder):
     direct = True
 
 
-def made(base: type, graphs: bool = False, asynchronous: bool = True, **own: Any) -> Any:
+def made(base: type, graphs: bool = False, asynchronous: bool = True, replays: bool = True, **own: Any) -> Any:
     backend = type("Backend", (), {"get_builder_cls": staticmethod(lambda: base)})
     vllm_config = SimpleNamespace(
-        compilation_config=SimpleNamespace(
-            cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: graphs), max_cudagraph_capture_size=24
-        ),
-        scheduler_config=SimpleNamespace(max_num_seqs=16, async_scheduling=asynchronous),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: graphs)),
+        scheduler_config=SimpleNamespace(max_num_seqs=ROWS, max_num_batched_tokens=128, async_scheduling=asynchronous),
         speculative_config=SimpleNamespace(num_speculative_tokens=3),
     )
-    builder = windowed_backend(backend, PluginConfig(WINDOW, **own)).get_builder_cls()
+    builder = windowed_backend(backend, PluginConfig(WINDOW, **own), replays).get_builder_cls()
     return builder(SimpleNamespace(block_size=BLOCK), ["layer"], vllm_config, "cpu")
 
 
@@ -126,19 +129,23 @@ def runner(tokens: int = 3, parallel: bool = False, modules: bool = False, v2: b
         parallel_drafting=parallel,
         use_multi_module_mtp=lambda: modules,
     )
-    return SimpleNamespace(
-        vllm_config=SimpleNamespace(speculative_config=speculative),
-        speculator=SimpleNamespace(draft_attn_layer_names={"layer"}) if v2 else None,
-    )
+    made = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=speculative))
+    holder, names = ("speculator", "draft_attn_layer_names") if v2 else ("drafter", "_draft_attn_layer_names")
+    setattr(made, holder, SimpleNamespace(**{names: {"layer"}}))
+    return made
+
+
+def alone(v2: bool = True, **drafting: Any) -> str:
+    return str(only_first_pass(runner(**drafting).vllm_config.speculative_config, v2))
 
 
 def test_drafters_that_have_only_a_first_pass():
-    assert only_first_pass(runner()) is None
-    assert "one pass" in str(only_first_pass(runner(parallel=True)))
-    assert "one pass" in str(only_first_pass(runner(parallel=True, v2=False)))
-    assert "one token" in str(only_first_pass(runner(tokens=1)))
-    assert "modules" in str(only_first_pass(runner(modules=True)))
-    assert only_first_pass(runner(modules=True, v2=False)) is None
+    assert alone() == "None"
+    assert "one pass" in alone(parallel=True)
+    assert "one pass" in alone(parallel=True, v2=False)
+    assert "one token" in alone(tokens=1)
+    assert "modules" in alone(modules=True)
+    assert alone(modules=True, v2=False) == "None"
 
 
 def test_a_parallel_drafter_stops_the_engine_whatever_strict_says(monkeypatch: pytest.MonkeyPatch):
@@ -166,11 +173,11 @@ def test_host_lengths_are_exact_where_vllm_has_them_exact(asynchronous: bool):
 def test_prefill_rows_are_exact_without_word_of_them():
     common = batch([(200, 4), (300, 100)], slack=2)
     common.is_prefilling = None
-    result = Windowing(WINDOW, BLOCK, graphs=False, exact_above=4)(common)
+    result = Windowing(WINDOW, BLOCK, Limits(graphs=False, exact_above=4))(common)
     assert result.seq_lens_cpu_upper_bound[0] > result.seq_lens[0]
     common = batch([(200, 4), (300, 100)])
     common.is_prefilling = None
-    result = Windowing(WINDOW, BLOCK, graphs=False, exact_above=4)(common)
+    result = Windowing(WINDOW, BLOCK, Limits(graphs=False, exact_above=4))(common)
     assert result.seq_lens_cpu_upper_bound[1] == result.seq_lens[1]
 
 
@@ -178,7 +185,7 @@ def test_a_batch_is_copied_not_changed_and_forgets_what_no_longer_fits():
     common = batch([(300, 4)], mm_req_doc_ranges={0: [(3, 9)]})
     common.compute_num_computed_tokens()
     before = common.seq_lens.clone(), common.block_table_tensor.clone(), common.max_seq_len
-    result = Windowing(WINDOW, BLOCK, graphs=False)(common)
+    result = Windowing(WINDOW, BLOCK, Limits(graphs=False))(common)
     assert result.mm_req_doc_ranges is None and common.mm_req_doc_ranges is not None
     assert result.compute_num_computed_tokens().tolist() == [300 - 15 * BLOCK - 4]
     assert common.seq_lens.equal(before[0]) and common.block_table_tensor.equal(before[1])
@@ -188,7 +195,7 @@ def test_a_batch_is_copied_not_changed_and_forgets_what_no_longer_fits():
 def test_graphs_find_their_buffers_where_they_were_captured():
     builder = made(Builder, graphs=True)
     small = builder.build(0, batch([(300, 1)] * 2))
-    large = builder.build(0, batch([(300, 1)] * 24))
+    large = builder.build(0, batch([(300, 1)] * ROWS))
     for name in ("seq_lens", "block_table_tensor"):
         assert getattr(small, name).data_ptr() == getattr(large, name).data_ptr()
 
@@ -224,11 +231,122 @@ def test_a_batch_may_be_padded_in_some_of_its_fields_only(short: tuple[str, ...]
     assert (want.seq_lens < plain.seq_lens).any()
     assert result.seq_lens.tolist() == want.seq_lens.tolist() + [0] * PADDED
     assert result.block_table_tensor.shape[0] == common.block_table_tensor.shape[0]
-    columns = want.block_table_tensor.shape[1]
     for row, length in enumerate(want.seq_lens.tolist()):
         live = -(-length // BLOCK)
-        stride = common.block_table_tensor.shape[1]
-        ids = want.block_table_tensor[row, :live] - row * columns + row * stride
-        assert result.block_table_tensor[row, :live].equal(ids)
+        assert result.block_table_tensor[row, :live].equal(want.block_table_tensor[row, :live])
     assert (result.seq_lens_cpu_upper_bound[: len(rows)] >= want.seq_lens).all()
     assert result.seq_lens_cpu_upper_bound.shape == common.seq_lens_cpu_upper_bound.shape
+
+
+def test_a_table_is_as_wide_as_a_windowed_row_can_be():
+    builder = made(Builder, graphs=True)
+    limit = 128 + 4  # queries of a row at most
+    room = BLOCK + WINDOW.window + limit - 1 + BLOCK - 1  # sinks, and a window that ends within a block
+    for rows in ([(4000, 1)], [(4000, limit)], [(4000, 4), (70, 70), (900, 3)]):
+        common = batch(rows)
+        result = builder.build(0, common)
+        assert result.block_table_tensor.shape[1] == -(-room // BLOCK) < common.block_table_tensor.shape[1]
+        want, lens = compact_block_table(
+            common.block_table_tensor, common.seq_lens, common.query_start_loc.diff(), block_size=BLOCK, window=WINDOW
+        )
+        assert result.seq_lens.equal(lens)
+        for row, length in enumerate(lens.tolist()):
+            live = -(-length // BLOCK)
+            assert result.block_table_tensor[row, :live].equal(want[row, :live])
+
+
+def test_captured_graphs_take_a_window_they_have_room_for_and_refuse_another():
+    common = batch([(4000, 1)])
+    wide = SinkWindow(4, 1000)
+    builder = made(Builder, graphs=True)
+    builder.build(0, common)
+    with pytest.raises(PluginError, match=r'windows of up to 32, so .* start the engine with a larger "widest_window"'):
+        builder.windowing.window = wide
+    assert builder.windowing.window == WINDOW
+    roomy = made(Builder, graphs=True, widest_window=1000)
+    before = roomy.build(0, common)
+    assert int(before.seq_lens[0]) < 100
+    roomy.windowing.window = wide
+    after = roomy.build(0, common)
+    assert int(after.seq_lens[0]) >= 1000
+    assert after.block_table_tensor.data_ptr() == before.block_table_tensor.data_ptr()
+    free = made(Builder)
+    free.build(0, common)
+    free.windowing.window = wide
+    assert int(free.build(0, common).seq_lens[0]) == int(after.seq_lens[0])
+
+
+def test_a_batch_that_graphs_were_not_told_of_leaves_their_buffers_alone():
+    builder = made(Builder, graphs=True)
+    captured = builder.build(0, batch([(300, 1)] * 2))
+    large = builder.build(0, batch([(300, 1)] * (ROWS + 1)))
+    assert large.seq_lens.tolist() == captured.seq_lens.tolist()[:1] * (ROWS + 1)
+    assert large.seq_lens.data_ptr() != captured.seq_lens.data_ptr()
+    again = builder.build(0, batch([(300, 1)] * ROWS))
+    assert again.seq_lens.data_ptr() == captured.seq_lens.data_ptr()
+
+
+def test_rows_of_a_larger_batch_before_are_empty_to_a_graph():
+    builder = made(Builder, graphs=True)
+    large = builder.build(0, batch([(300, 1)] * 8))
+    assert large.seq_lens.all()
+    builder.build(0, batch([(300, 1)] * 3))
+    assert large.seq_lens[:3].all() and not large.seq_lens[3:].any()
+
+
+def test_a_short_context_launches_nothing_in_a_runner_that_replays_no_graphs():
+    builder, short = made(Builder, graphs=True, replays=False), batch([(40, 1)])
+    assert builder.build(0, short) is short and not builder.windowing.windowed
+    assert made(Builder, graphs=True).build(0, short) is not short
+
+
+class Own:
+    """A V2 speculator that builds all of its metadata."""
+
+
+Own.__name__ = "DFlashSpeculator"
+
+
+def test_a_v2_runner_builds_nothing_for_drafters_with_metadata_of_their_own():
+    class Derived(Own):
+        pass
+
+    for speculator, unused in ((Own(), True), (Derived(), True), (SimpleNamespace(), False)):
+        builder, common = made(Builder), batch([(300, 4)])
+        assign_passes(SimpleNamespace(attn_groups=groups(builder), speculator=speculator))
+        assert builder.unused is unused
+        assert (builder.build(0, common) is None) is unused
+
+
+class Checked(Builder):
+    device = torch.device("cpu")
+
+
+def test_the_self_check_sees_a_builder_that_the_window_breaks(monkeypatch: pytest.MonkeyPatch):
+    class Fragile(Checked):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            assert common_attn_metadata.block_table_tensor.shape[1] > 100
+            return common_attn_metadata
+
+    class Hopeless(Checked):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            raise RuntimeError("not for made-up batches")
+
+    assert check_builders([made(Checked, graphs=True), made(Checked)], 4096, 4) == 2
+    assert check_builders([made(Hopeless)], 4096, 4) == 0
+    with pytest.raises(PluginError, match=r"does not pass WindowedFragile \(AssertionError"):
+        check_builders([made(Fragile, graphs=True)], 4096, 4)
+    monkeypatch.setattr(Windowing, "_host_lens", lambda *_: list(zip([1, 2], [1], strict=True)))
+    with pytest.raises(PluginError, match=r"does not pass WindowedChecked \(ValueError"):
+        check_builders([made(Checked, graphs=True)], 4096, 4)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_the_self_checks_batch_is_padded_and_loses_keys(queries: int):
+    windowing = made(Checked, graphs=True).windowing
+    common = padded_batch(windowing, "cpu", 4096, queries)
+    assert len(common.is_prefilling) < len(common.seq_lens) == len(common.query_start_loc) - 1
+    assert common.query_start_loc.diff().tolist()[-1] == 0 == common.seq_lens[-1]
+    assert (windowing(common).seq_lens[:-1] < common.seq_lens[:-1]).all()
+    short = padded_batch(windowing, "cpu", 20, queries)
+    assert int(short.max_seq_len) == 20

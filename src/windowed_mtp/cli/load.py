@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from windowed_mtp.checkpoint import first_unreadable
 from windowed_mtp.cli.output import busy
 from windowed_mtp.errors import CheckpointError, WindowedMTPError
 
@@ -105,22 +106,24 @@ def _tokenizer(name: str) -> PreTrainedTokenizerBase:
     _guarded(name, lambda: AutoConfig.from_pretrained(name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, ImportError):
+    except Exception:  # whatever the readers below transformers raise, as in _guarded
         tokenizer = None
     # Without files of its own, a checkpoint may get its family's tokenizer with no more than special tokens.
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise CheckpointError(f"{name!r} has no tokenizer that can be loaded; save the model's tokenizer beside it.")
+        raise first_unreadable(Path(name), weights=False) or CheckpointError(
+            f"{name!r} has no tokenizer that can be loaded; save the model's tokenizer beside it."
+        ) from None
     return tokenizer
 
 
 def _guarded(name: str, call: Callable[[], T]) -> T:
-    from safetensors import SafetensorError
-
     try:
         return call()
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
-        reason = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".:")
-        raise CheckpointError(f"cannot load {name!r}: {reason}; pass the folder or hub name of a model.") from None
+    except Exception as error:  # transformers passes on whatever the readers below it raise
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".:") or type(error).__name__
+        raise first_unreadable(Path(name)) or CheckpointError(
+            f"cannot load {name!r}: {reason}; pass the folder or hub name of a model."
+        ) from None
 
 
 def read_text(path: Path) -> str:

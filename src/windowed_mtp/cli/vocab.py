@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from windowed_mtp.checkpoint import first_unreadable
 from windowed_mtp.cli import options
 from windowed_mtp.cli.load import load, read_text
 from windowed_mtp.cli.output import busy, number, output, progress
@@ -210,10 +211,11 @@ def _tokenizer(name: str) -> Any:
 
         transformers_logging.set_verbosity_error()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        name = str(Path(name).expanduser()) if name.startswith("~") else name
         try:
-            return AutoTokenizer.from_pretrained(str(Path(name).expanduser()) if name.startswith("~") else name)
-        except (OSError, ValueError, ImportError, KeyError):
-            raise CheckpointError(
+            return AutoTokenizer.from_pretrained(name)
+        except Exception:  # transformers passes on whatever the readers below it raise
+            raise first_unreadable(Path(name), weights=False) or CheckpointError(
                 f"{name!r} has no tokenizer that can be loaded; pass the folder or hub name of a model."
             ) from None
 

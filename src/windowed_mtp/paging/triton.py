@@ -69,8 +69,9 @@ def compact_block_table_(
         ``[R]`` int32, contiguous, queries of each row in this pass; with ``query_starts`` ``[>= R + 1]``, where each
         row's queries start among those of the pass (vLLM's ``query_start_loc``).
     out_table : torch.Tensor
-        ``[>= R, >= C]`` int32, written: rows from ``R`` on are left as they are, columns that would come from past the
-        end of the source are 0. Rows may be strided, columns must be adjacent.
+        ``[>= R, W]`` int32, written: rows from ``R`` on are left as they are, columns that would come from past the end
+        of the source are 0. Rows may be strided, columns must be adjacent. ``W`` may be less than ``C``: the columns
+        that fit are written, and it is the caller's to have room for the longest windowed row.
     out_lens : torch.Tensor
         ``[>= R]`` int32, contiguous, written: rows from ``R`` on are left as they are.
     params : torch.Tensor
@@ -182,10 +183,10 @@ def _check_buffers(
     check_tensor("out_table", out_table, dim=2, device=device)
     check_tensor("out_lens", out_lens, dim=1, device=device)
     check_tensor("params", params, dim=1, device=device)
-    if out_table.shape[0] < block_table.shape[0] or out_table.shape[1] < block_table.shape[1]:
+    if out_table.shape[0] < block_table.shape[0]:
         raise WindowError(
-            f"out_table is {list(out_table.shape)}, but block_table is {list(block_table.shape)}; "
-            f"pass one with at least as many rows and columns."
+            f"out_table has {out_table.shape[0]} rows, but block_table has {block_table.shape[0]}; "
+            f"pass one with at least as many."
         )
     if out_lens.shape[0] < block_table.shape[0]:
         raise WindowError(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
+from windowed_mtp.checkpoint import INDEX, SINGLE, Inventory, opened
 from windowed_mtp.errors import CheckpointError
 
 _EXPERT = re.compile(r"^(?P<prefix>.*experts)\.(?P<index>\d+)\.(?P<name>gate_proj|up_proj|down_proj)\.weight$")
@@ -23,31 +22,37 @@ class Checkpoint:
     Parameters
     ----------
     name_or_path : str
-        Folder or hub name.
+        Folder or hub name. Of a checkpoint on the hub, only the files that `read` needs are downloaded.
     revision : str, optional
         Commit or branch on the hub; the main one without it.
+    without : str
+        What to do if there are no safetensors files, for the error.
 
     Raises
     ------
     CheckpointError
-        If there are no safetensors files.
+        If there are no safetensors files, or one of those that are here cannot be read.
     """
 
-    def __init__(self, name_or_path: str, revision: str | None = None) -> None:
+    def __init__(
+        self,
+        name_or_path: str,
+        revision: str | None = None,
+        without: str = "pass checkpoint=... with the folder or hub name that the model came from",
+    ) -> None:
         self.name_or_path = name_or_path
         self.revision = revision
-        index = self._resolve("model.safetensors.index.json")
-        if index is not None:
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            return
-        single = self._resolve("model.safetensors")
-        if single is None:
+        folder: Path | None = Path(name_or_path)
+        if not Path(name_or_path).is_dir():
+            found = self._resolve(INDEX) or self._resolve(SINGLE)
+            folder = found.parent if found else None
+        inventory = None if folder is None else Inventory.read(folder)
+        if inventory is None or not inventory.file_of:
             raise CheckpointError(
                 f"{name_or_path!r} holds no safetensors files to load a draft head from, or they cannot be reached; "
-                "pass checkpoint=... with the folder or hub name that the model came from."
+                f"{without}."
             )
-        with safe_open(single, framework="pt") as file:
-            self._file_of = dict.fromkeys(file.keys(), "model.safetensors")
+        self.inventory = inventory
 
     def _resolve(self, file_name: str) -> Path | None:
         try:
@@ -76,20 +81,42 @@ class Checkpoint:
         dict of str to str
             The group ``name`` of each match, with the tensor's full name.
         """
-        matches = ((re.fullmatch(pattern, full), full) for full in self._file_of)
+        matches = ((re.fullmatch(pattern, full), full) for full in self.inventory.file_of)
         return {match["name"]: full for match, full in matches if match}
 
+    def headless(self, lacks: str) -> CheckpointError:
+        """Make the error of a checkpoint without a head.
+
+        Parameters
+        ----------
+        lacks : str
+            What it does not hold, such as ``"tensors named mtp.*"``.
+        """
+        unlisted = self.inventory.unlisted
+        aside = f" (its index does not list {', '.join(unlisted)}, so nothing was read from there)" if unlisted else ""
+        return CheckpointError(
+            f"{self.name_or_path!r} has no MTP head: it holds no {lacks}{aside}; use a checkpoint that kept its head."
+        )
+
     def read(self, full_names: Iterable[str]) -> dict[str, Tensor]:
-        """Read tensors by their full names, on the CPU, in the checkpoint's dtype."""
+        """Read tensors by their full names, on the CPU, in the checkpoint's dtype.
+
+        Raises
+        ------
+        CheckpointError
+            If a file cannot be reached or read.
+        """
         by_file: dict[str, list[str]] = {}
         for full in full_names:
-            by_file.setdefault(self._file_of[full], []).append(full)
+            by_file.setdefault(self.inventory.file_of[full], []).append(full)
         tensors = {}
         for file_name, names in by_file.items():
             path = self._resolve(file_name)
             if path is None:
-                raise CheckpointError(f"{self.name_or_path!r} names {file_name} in its index, but the file is missing.")
-            with safe_open(path, framework="pt") as file:
+                raise CheckpointError(
+                    f"{self.name_or_path!r} names {file_name} in its index, but the file is missing; fetch it."
+                )
+            with opened(path, "pt") as file:
                 tensors.update({name: file.get_tensor(name) for name in names})
         return tensors
 

@@ -17,10 +17,12 @@ RUNNERS = (V1, V2)
 
 def register() -> None:
     """Prepare this process; the entry point in ``vllm.general_plugins``."""
+    from windowed_mtp.engines.vllm import worker_check
     from windowed_mtp.engines.vllm.imports import when_imported
 
     for module in RUNNERS:
         when_imported(module, _install)
+    when_imported(worker_check.MODULE, worker_check.install)
 
 
 def unregister() -> None:
@@ -28,8 +30,12 @@ def unregister() -> None:
 
     Engines that have started keep what they started with; engines started later have no window.
     """
+    from windowed_mtp.engines.vllm import worker_check
     from windowed_mtp.engines.vllm.imports import forget
 
+    forget(worker_check.MODULE)
+    if worker_check.MODULE in sys.modules:
+        worker_check.uninstall(sys.modules[worker_check.MODULE])
     for name in RUNNERS:
         forget(name)
         if name in sys.modules:

@@ -6,11 +6,11 @@ import functools
 from typing import Any
 
 from windowed_mtp.engines.vllm.config import PluginConfig
-from windowed_mtp.engines.vllm.windowing import Windowing
+from windowed_mtp.engines.vllm.windowing import Limits, Windowing
 
 
 @functools.cache
-def windowed_backend(base: type[Any], config: PluginConfig) -> type[Any]:
+def windowed_backend(base: type[Any], config: PluginConfig, replays: bool = True) -> type[Any]:
     """Derive a windowed backend.
 
     Its name differs from the base's, so vLLM puts the layers that use it in an attention group of their own, with
@@ -22,13 +22,15 @@ def windowed_backend(base: type[Any], config: PluginConfig) -> type[Any]:
         The layer's own attention backend.
     config : PluginConfig
         What the engine was asked for.
+    replays : bool
+        Whether the runner may replay full CUDA graphs of its draft.
 
     Returns
     -------
     type
         A subclass of ``base``.
     """
-    builder = windowed_builder(base.get_builder_cls(), config)
+    builder = windowed_builder(base.get_builder_cls(), config, replays)
     body = {
         "get_builder_cls": staticmethod(lambda: builder),
         "__doc__": f"{base.__name__} with a window before its metadata.",
@@ -48,7 +50,7 @@ def is_windowed(backend: type[Any]) -> bool:
     return backend.__name__.startswith("Windowed")
 
 
-def windowed_builder(base: type[Any], config: PluginConfig) -> type[Any]:
+def windowed_builder(base: type[Any], config: PluginConfig, replays: bool) -> type[Any]:
     """Derive a metadata builder that windows what it is given.
 
     Parameters
@@ -57,6 +59,8 @@ def windowed_builder(base: type[Any], config: PluginConfig) -> type[Any]:
         The backend's metadata builder.
     config : PluginConfig
         What the engine was asked for.
+    replays : bool
+        Whether the runner may replay full CUDA graphs of its draft.
 
     Returns
     -------
@@ -70,7 +74,8 @@ def windowed_builder(base: type[Any], config: PluginConfig) -> type[Any]:
 
         def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, *args: Any, **kw: Any) -> None:
             super().__init__(kv_cache_spec, layer_names, vllm_config, *args, **kw)
-            self.windowing = Windowing(config.window, kv_cache_spec.block_size, **windowing_limits(vllm_config))
+            limits = limits_of(vllm_config, replays, config.widest_window)
+            self.windowing = Windowing(config.window, kv_cache_spec.block_size, limits)
             self.runs_first_pass = False
             self.unused = False
             self._nested = False
@@ -90,6 +95,10 @@ def windowed_builder(base: type[Any], config: PluginConfig) -> type[Any]:
                 return None
             common = self._windowed(common_attn_metadata)
             return self._without_window(super().build_for_cudagraph_capture, common)
+
+        def without_window(self, common_attn_metadata: Any) -> Any:
+            """Build what the backend's own builder makes of a batch."""
+            return self._without_window(super().build, 0, common_attn_metadata)
 
         def update_draft_decode_metadata(self, metadata: Any) -> None:
             self.windowing.refresh()
@@ -116,18 +125,18 @@ def windowed_builder(base: type[Any], config: PluginConfig) -> type[Any]:
     return WindowedBuilder
 
 
-def windowing_limits(vllm_config: Any) -> dict[str, Any]:
-    """Read from an engine's settings what batches a builder will see: keywords of `Windowing`."""
-    compilation = vllm_config.compilation_config
-    graphs = compilation.cudagraph_mode.has_full_cudagraphs()
-    limits: dict[str, Any] = {"graphs": graphs}
-    if graphs:
-        captured = getattr(compilation, "max_cudagraph_capture_size", None) or 0
-        limits["max_rows"] = max(vllm_config.scheduler_config.max_num_seqs, captured)
-    speculative = getattr(vllm_config, "speculative_config", None)
-    if speculative is not None:
-        limits["exact_above"] = _exact_above(speculative, vllm_config.scheduler_config.async_scheduling)
-    return limits
+def limits_of(vllm_config: Any, replays: bool, widest: int) -> Limits:
+    """Read from an engine's settings what batches a builder will see."""
+    scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
+    verified = speculative.num_speculative_tokens + 1
+    return Limits(
+        graphs=replays and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
+        rows=scheduler.max_num_seqs,
+        # A drafter may add up to as many entries to a row as it drafts.
+        queries=scheduler.max_num_batched_tokens + verified,
+        exact_above=_exact_above(speculative, scheduler.async_scheduling),
+        widest=widest,
+    )
 
 
 def _exact_above(speculative: Any, asynchronous: bool) -> int:

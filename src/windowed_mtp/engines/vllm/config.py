@@ -15,6 +15,7 @@ _KINDS = {
     "window": int,
     "min_context": int,
     "window_first_pass": bool,
+    "widest_window": int,
     "strict": bool,
     "hot_vocabulary": Mapping,
 }
@@ -71,6 +72,9 @@ class PluginConfig:
         What a draft query reads; sink and window are rounded up to the attention's blocks.
     window_first_pass : bool
         Whether the pass over the verified tokens is windowed too, or only the passes after it.
+    widest_window : int
+        Largest window that `Windowing.window` may be set to while the engine runs with CUDA graphs; room is made for
+        it. The window itself, if smaller.
     strict : bool
         Whether a window that cannot be put in force stops the engine; else it is a warning.
     hot_vocabulary : HotVocabularyConfig or None
@@ -79,6 +83,7 @@ class PluginConfig:
 
     window: SinkWindow
     window_first_pass: bool = True
+    widest_window: int = 0
     strict: bool = True
     hot_vocabulary: HotVocabularyConfig | None = None
 
@@ -116,7 +121,11 @@ class PluginConfig:
             kind = _KINDS[name]
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise PluginError(f'additional_config["{KEY}"]["{name}"] is {value!r}, but it must be {_SAID[kind]}.')
-        own = {name: given[name] for name in ("window_first_pass", "strict") if name in given}
+        if given.get("widest_window", 0) < 0:
+            raise PluginError(
+                f'additional_config["{KEY}"]["widest_window"] is negative; leave it out, or name a window.'
+            )
+        own = {name: given[name] for name in ("window_first_pass", "widest_window", "strict") if name in given}
         if "hot_vocabulary" in given:
             own["hot_vocabulary"] = HotVocabularyConfig.read(given["hot_vocabulary"])
         try:

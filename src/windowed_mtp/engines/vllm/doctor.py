@@ -8,20 +8,20 @@ from typing import Any
 from windowed_mtp.engines.vllm.config import PluginConfig
 from windowed_mtp.engines.vllm.doctor_acceptance import acceptance
 from windowed_mtp.engines.vllm.doctor_blocks import Blocks, blocks_of, text_config
-from windowed_mtp.engines.vllm.doctor_head import head_findings
+from windowed_mtp.engines.vllm.doctor_experts import experts_findings, tuned_experts
+from windowed_mtp.engines.vllm.doctor_files import look_at_files
+from windowed_mtp.engines.vllm.doctor_head import head_findings, unseen_head
+from windowed_mtp.engines.vllm.doctor_prefix import prefix_findings
+from windowed_mtp.engines.vllm.doctor_quantisation import asker
 from windowed_mtp.engines.vllm.doctor_rope import rope_findings
 from windowed_mtp.engines.vllm.doctor_splits import attention_device, splits_findings
+from windowed_mtp.engines.vllm.drafters import context_parallel, first_pass_needed, nothing_to_window
 from windowed_mtp.engines.vllm.findings import DoctorResult, Finding, Level
 from windowed_mtp.engines.vllm.fingerprint import installed, what_moved
 from windowed_mtp.engines.vllm.serve_flags import serve_config
 from windowed_mtp.engines.vllm.summary import Drafting, LayerGroup, describe, engages_from
 from windowed_mtp.engines.vllm.symbols import V1, V2, missing, not_run, unknown_version
 from windowed_mtp.results import Provenance
-
-WITHOUT_ATTENTION = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
-"""Drafters that keep no keys of their own."""
-LARGE_BLOCK = 256
-"""Prompts shorter than a block of this size are common."""
 
 
 def diagnose(flags: Sequence[str], metrics: str | None = None) -> DoctorResult:
@@ -59,9 +59,9 @@ def diagnose(flags: Sequence[str], metrics: str | None = None) -> DoctorResult:
     in_force = None
     if config is not None and all(finding.level != "problem" for finding in findings):
         in_force = _in_force(vllm_config, config, blocks)
-    if vllm_config.speculative_config is not None:
-        findings += draft_findings(vllm_config)
+    findings += checkpoint_findings(vllm_config)
     findings += splits_findings(vllm_config, blocks, attention_device(vllm_config))
+    findings += experts_findings(tuned_experts(vllm_config))
     findings += [*prefix_findings(vllm_config, blocks), *judged]
     return DoctorResult(
         provenance=Provenance.collect(),
@@ -83,7 +83,7 @@ def version_findings(vllm_config: Any, version: str, device: str) -> Iterator[Fi
     device : str
         Kind of device, such as ``"CPU"`` or ``"CUDA"``.
     """
-    module = V2 if getattr(vllm_config, "use_v2_model_runner", False) else V1
+    module = V2 if _is_v2(vllm_config) else V1
     runner = "V2" if module == V2 else "V1"
     unknown, lacking = unknown_version(version), missing(module, version)
     untried = not_run(version, runner, device)
@@ -127,10 +127,10 @@ def _window_findings(vllm_config: Any, config: PluginConfig | None, blocks: Bloc
             remedy="add a --speculative-config, or take the window out",
         )  # fmt: skip
         return
-    if speculative.method in WITHOUT_ATTENTION:
+    nothing = nothing_to_window(speculative.method)
+    if nothing is not None:
         yield Finding(
-            check="window", level=level,
-            cause=f"the drafter ({speculative.method}) has no attention to window, so {stops}",
+            check="window", level=level, cause=f"{nothing}, so {stops}",
             remedy="use a drafter with attention (mtp, eagle3, dflash, a draft model), or take the window out",
         )  # fmt: skip
         return
@@ -141,12 +141,11 @@ def _window_findings(vllm_config: Any, config: PluginConfig | None, blocks: Bloc
             remedy="take the window out: it cannot help this draft",
         )  # fmt: skip
         return
-    drafting = _drafting(vllm_config, config)
-    if not config.window_first_pass and (drafting.one_pass or drafting.tokens == 1):
+    alone = None if config.window_first_pass else first_pass_needed(speculative, _is_v2(vllm_config))
+    if alone is not None:
         yield Finding(
-            check="window", level=level,
-            cause='"window_first_pass" is false and the drafter has only that pass, so the engine would not start',
-            remedy="leave window_first_pass out",
+            check="window", level=level, cause=f"{alone}, so the engine would not start",
+            remedy="leave it out to window that pass",
         )  # fmt: skip
         return
     block = blocks.kernel if blocks is not None else 1
@@ -174,8 +173,9 @@ def left_alone(vllm_config: Any) -> str | None:
     """Say why the draft's layers could not be windowed, as far as configs tell; ``None`` if they could."""
     if getattr(vllm_config.model_config, "rswa_window", None) is not None:
         return "the model has a reference sliding window (R-SWA)"
-    if vllm_config.parallel_config.decode_context_parallel_size > 1:
-        return "decode context parallelism spreads its keys over ranks"
+    spread = context_parallel(vllm_config)
+    if spread is not None:
+        return spread
     speculative = vllm_config.speculative_config
     draft = text_config(speculative.draft_model_config)
     if draft.get("index_topk"):
@@ -189,56 +189,35 @@ def left_alone(vllm_config: Any) -> str | None:
     return "they have a sliding window of their own" if own else None
 
 
-def draft_findings(vllm_config: Any) -> Iterator[Finding]:
-    """Look at the draft's positions and, for a built-in head, at its tensors."""
-    speculative, model = vllm_config.speculative_config, vllm_config.model_config
-    draft = speculative.draft_model_config
-    if speculative.method in WITHOUT_ATTENTION or draft is None:
+def checkpoint_findings(vllm_config: Any) -> Iterator[Finding]:
+    """Look at the files of target and draft, at the tensors of a built-in head, and at the draft's positions."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    inventory, found = look_at_files(model.model, model.revision, load)
+    yield from found
+    speculative = vllm_config.speculative_config
+    draft = None if speculative is None else speculative.draft_model_config
+    if draft is None or nothing_to_window(speculative.method) is not None:
         return
+    own = draft.model != model.model
+    if own:
+        inventory, found = look_at_files(draft.model, draft.revision, load)
+        yield from found
     from transformers import PretrainedConfig
 
-    stored, _ = PretrainedConfig.get_config_dict(draft.model)
-    if speculative.method == "mtp":
-        layers = model.get_total_num_hidden_layers()
-        yield from head_findings(draft.model, stored, layers)
+    stored, _ = PretrainedConfig.get_config_dict(draft.model, revision=draft.revision)
+    if speculative.method == "mtp" and load.load_format != "dummy":
+        if inventory is not None:
+            layers, method = model.get_total_num_hidden_layers(), vllm_config.quant_config and model.quantization
+            yield from head_findings(inventory, stored, layers, asker(vllm_config), method)
+        elif not found:
+            yield unseen_head(draft.model)
     trained = stored.get("max_position_embeddings") or (stored.get("text_config") or {}).get("max_position_embeddings")
-    own = draft.model != model.model
     length = model.max_model_len
     yield from rope_findings(text_config(model), text_config(draft), trained if own else None, length)
 
 
-def prefix_findings(vllm_config: Any, blocks: Blocks | None) -> Iterator[Finding]:
-    """Judge what prefixes of prompts can be found in the cache again."""
-    cached = blocks.cached if blocks is not None else vllm_config.cache_config.block_size
-    if not vllm_config.cache_config.enable_prefix_caching:
-        yield Finding(
-            check="prefix cache", level="warning", cause="prefix caching is off: every prompt is computed whole",
-            remedy="add --enable-prefix-caching if prompts share their beginnings",
-        )  # fmt: skip
-    elif cached and cached >= LARGE_BLOCK:
-        drops = _drops_last_block(vllm_config.speculative_config)
-        least = cached * (2 if drops else 1)
-        why = (
-            " (a hybrid's attention block is raised to its recurrent state's size)"
-            if vllm_config.model_config.is_hybrid
-            else ""
-        )
-        more = ", and this drafter gives up the last block of a hit" if drops else ""
-        yield Finding(
-            check="prefix cache", level="warning",
-            cause=f"prefix hits come in blocks of {cached:,} tokens{why}{more}: a common beginning shorter than "
-            f"{least:,} tokens is never found",
-            remedy="expect no hits for short prompts, with or without the window; a smaller --block-size helps only "
-            "where the model is no hybrid",
-        )  # fmt: skip
-    else:
-        yield Finding(check="prefix cache", level="ok", cause=f"prefix hits come in blocks of {cached:,} tokens")
-
-
-def _drops_last_block(speculative: Any) -> bool:
-    if speculative is None:
-        return False
-    return bool(getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)())
+def _is_v2(vllm_config: Any) -> bool:
+    return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
 def _drafting(vllm_config: Any, config: PluginConfig) -> Drafting:

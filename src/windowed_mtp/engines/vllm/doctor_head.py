@@ -2,57 +2,52 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from windowed_mtp.checkpoint import Inventory, opened
+from windowed_mtp.engines.vllm.doctor_quantisation import Answer, quantisation_findings
 from windowed_mtp.engines.vllm.findings import Finding
 
 _NAMED = re.compile(r"(?:^|[._])mtp(?:[._]|$)|\bnextn\b")
 _LAYER = re.compile(r"(?:^|\.)(?:mtp\.|mtp_)?layers\.(\d+)\.")
-_SCALE = re.compile(r"scale|qweight|qzeros|g_idx|zero_point")
-_LISTS = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "exclude")
 
 
-def head_findings(model: str, config: Mapping[str, Any], target_layers: int) -> Iterator[Finding]:
+def head_findings(
+    inventory: Inventory,
+    config: Mapping[str, Any],
+    target_layers: int,
+    ask: Callable[[str], Answer] | None,
+    method: str | None,
+) -> Iterator[Finding]:
     """Look at a checkpoint's head.
 
     Parameters
     ----------
-    model : str
-        Folder or hub name.
+    inventory : Inventory
+        The checkpoint's tensors.
     config : mapping
         The checkpoint's ``config.json``.
     target_layers : int
         Decoder layers of the target; layers with a higher index belong to the head.
+    ask, method
+        How to ask vLLM about a module's quantisation, and what it calls the method; see `quantisation_findings`.
     """
-    folder = local_folder(model)
-    if folder is None:
+    if not inventory.file_of:
         yield Finding(
             check="head", level="warning",
-            cause=f"the checkpoint {model} is not on this machine, so its head cannot be looked at",
-            remedy=f"download it first (hf download {model}), or pass the folder that it is in",
-        )  # fmt: skip
-        return
-    files = tensor_files(folder)
-    if not files:
-        yield Finding(
-            check="head", level="warning",
-            cause=f"the checkpoint {model} holds no safetensors files, so its head cannot be looked at",
+            cause=f"the checkpoint {inventory.folder} holds no safetensors files, so its head cannot be looked at",
             remedy="pass a checkpoint in safetensors",
         )  # fmt: skip
         return
-    head = head_names(files, target_layers)
+    head = head_names(inventory.file_of, target_layers)
     presence = head_presence(head, expected_layers(config))
     yield presence
     if presence.level == "ok":
-        quantised = head_quantisation(head, config)
-        if quantised is not None:
-            yield quantised
-        norms = {name: files[name] for name in head if "norm" in name and name.endswith(".weight")}
-        if norms and all(_is_constant(folder / file, name) for name, file in norms.items()):
+        yield from quantisation_findings(inventory, head, ask, method)
+        norms = [name for name in head if "norm" in name and name.endswith(".weight")]
+        if norms and all(_is_constant(inventory, name) for name in norms):
             yield Finding(
                 check="head", level="warning",
                 cause=f"all {len(norms)} norms of the head are constant, as before training, so it may be random",
@@ -60,35 +55,13 @@ def head_findings(model: str, config: Mapping[str, Any], target_layers: int) -> 
             )  # fmt: skip
 
 
-def local_folder(model: str) -> Path | None:
-    """Folder of a checkpoint on this machine, the hub's cache included; ``None`` if it is not here."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    for name in ("model.safetensors.index.json", "model.safetensors"):
-        try:
-            found = try_to_load_from_cache(model, name)
-        except HFValidationError:
-            return None
-        if isinstance(found, str):
-            return Path(found).parent
-    return None
-
-
-def tensor_files(folder: Path) -> dict[str, str]:
-    """File of each tensor of a checkpoint, from its index or the files' headers."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    from safetensors import safe_open
-
-    files = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            files.update(dict.fromkeys(opened.keys(), file.name))
-    return files
+def unseen_head(model: str) -> Finding:
+    """Say that a head cannot be looked at, as its checkpoint is not on this machine."""
+    return Finding(
+        check="head", level="warning",
+        cause=f"the checkpoint {model} is not on this machine, so its head cannot be looked at",
+        remedy=f"download it first (hf download {model}), or pass the folder that it is in",
+    )  # fmt: skip
 
 
 def head_names(names: Collection[str], target_layers: int) -> list[str]:
@@ -128,45 +101,14 @@ def head_presence(head: Collection[str], expected: int | None) -> Finding:
     return Finding(check="head", level="ok", cause=f"the checkpoint holds an MTP head: {len(head)} tensors{count}")
 
 
-def head_quantisation(head: Collection[str], config: Mapping[str, Any]) -> Finding | None:
-    """Judge whether the head's projections are quantised as the config says; ``None`` if nothing is quantised."""
-    settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if not settings:
-        return None
-    left_out = [str(name) for key in _LISTS for name in settings.get(key) or ()]
-    modules = {name.rpartition(".")[0] for name in head if "proj" in name}
-    scaled = {name.rpartition(".")[0] for name in head if _SCALE.search(name.rpartition(".")[2])}
-    wrong = [
-        module for module in sorted(modules) if (module in scaled) == any(_covers(name, module) for name in left_out)
-    ]
-    if wrong:
-        is_, says = ("quantised", "leaves it out") if wrong[0] in scaled else ("not quantised", "does not leave it out")
-        return Finding(
-            check="quantisation", level="warning",
-            cause=f"the head's {wrong[0]} is {is_}, but quantization_config {says}",
-            remedy="make quantization_config's list of ignored modules agree with the tensors; else the head is "
-            "loaded wrongly, or not at all, and AL stays at 1",
-        )  # fmt: skip
-    return Finding(check="quantisation", level="ok", cause="the head is quantised where quantization_config says so")
-
-
-def _covers(entry: str, module: str) -> bool:
-    """Whether an entry of a list of ignored modules means a module or one around it."""
-    if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), module) is not None
-    name = entry.strip("*.")
-    return bool(name) and f".{name}." in f".{module}."
-
-
 def _count(layers: int) -> str:
     return f"{layers} layer{'s' * (layers != 1)}"
 
 
-def _is_constant(file: Path, name: str) -> bool:
-    from safetensors import safe_open
-
-    if not file.is_file():
+def _is_constant(inventory: Inventory, name: str) -> bool:
+    file = inventory.file_of[name]
+    if file in inventory.absent:
         return False
-    with safe_open(file, framework="pt") as opened:
-        tensor = opened.get_tensor(name).float().flatten()
-    return bool((tensor == tensor[0]).all())
+    with opened(inventory.folder / file, "pt") as tensors:
+        tensor = tensors.get_tensor(name).float().flatten()
+    return bool((tensor == tensor[:1]).all())

@@ -5,14 +5,22 @@ from __future__ import annotations
 import functools
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
 from windowed_mtp.engines.vllm.backend import is_windowed, windowed_backend
 from windowed_mtp.engines.vllm.config import PluginConfig, PluginError
+from windowed_mtp.engines.vllm.drafters import (
+    context_parallel,
+    first_pass_needed,
+    nothing_to_window,
+    reads_runners_metadata,
+)
+from windowed_mtp.engines.vllm.self_check import check_builders
 from windowed_mtp.engines.vllm.summary import Drafting, LayerGroup, describe
 from windowed_mtp.engines.vllm.symbols import missing, not_run, unknown_version
+from windowed_mtp.engines.vllm.worker_check import REACHED
 
 _ORIGINAL = "_windowed_mtp_original"
 _SAID = "_windowed_mtp_said"
@@ -47,6 +55,7 @@ def install(module: ModuleType) -> None:
             if multiprocessing.current_process().name.startswith(_ONE_ENGINE):
                 uninstall(module)
             return original(self, *args, **kwargs)
+        setattr(self, REACHED, True)
         windowed = []
         if _known(self, module.__name__, config):
             windowed = window_draft_layers(self, config)
@@ -54,6 +63,11 @@ def install(module: ModuleType) -> None:
         made = original(self, *args, **kwargs)
         if windowed:
             assign_passes(self)
+            check_builders(
+                windowed_builders(self),
+                self.vllm_config.model_config.max_model_len,
+                self.vllm_config.speculative_config.num_speculative_tokens + 1,
+            )
             say_what_is_in_force(self, config, windowed)
         return made
 
@@ -145,39 +159,42 @@ def not_run_here(runner: Any) -> str | None:
     import vllm
     from vllm.platforms import current_platform
 
-    which = "V2" if hasattr(runner, "speculator") else "V1"
+    which = "V2" if _is_v2(runner) else "V1"
     return not_run(vllm.__version__, which, current_platform.device_type.upper())
 
 
 def assign_passes(runner: Any) -> None:
     """Tell the builders in the runner's own groups what they serve.
 
-    V2 hands the drafter the metadata of the target's step for its first pass; the drafter's own groups serve the
-    others. V1's drafter has groups of its own for every pass: what the runner would build is used by nobody.
+    V2 hands most drafters the metadata of the target's step for their first pass; the drafter's own groups serve the
+    others. V1's drafter, and some of V2's, have groups of their own for every pass: what the runner would build is
+    used by nobody.
     """
-    for group in _groups(runner):
-        for builder in group.metadata_builders:
-            if hasattr(builder, "windowing"):
-                builder.runs_first_pass = hasattr(runner, "speculator")
-                builder.unused = not builder.runs_first_pass
+    used = _is_v2(runner) and reads_runners_metadata(runner.speculator)
+    for builder in _windowed(getattr(runner, "attn_groups", ())):
+        builder.runs_first_pass, builder.unused = used, not used
+
+
+def windowed_builders(runner: Any) -> list[Any]:
+    """Every windowed metadata builder of a runner and of its drafter, V1's or V2's."""
+    drafters = [getattr(runner, name, None) for name in ("drafter", "speculator")]
+    flat = [[group] for drafter in drafters for group in getattr(drafter, "draft_attn_groups", ())]  # V1's
+    grouped = [groups for holder in (runner, *drafters) for groups in getattr(holder, "attn_groups", ())]
+    return _windowed([*grouped, *flat])
+
+
+def _windowed(groups: Iterable[Iterable[Any]]) -> list[Any]:
+    builders = [builder for each in groups for group in each for builder in group.metadata_builders]
+    return [builder for builder in builders if hasattr(builder, "windowing")]
+
+
+def _is_v2(runner: Any) -> bool:
+    return hasattr(runner, "speculator")
 
 
 def _groups(runner: Any) -> Iterator[Any]:
     for groups in getattr(runner, "attn_groups", ()):
         yield from groups
-
-
-def only_first_pass(runner: Any) -> str | None:
-    """Say why a drafter has no pass but its first; ``None`` if it has more."""
-    speculative = runner.vllm_config.speculative_config
-    if getattr(speculative, "parallel_drafting", False):
-        return "it drafts all of its tokens in one pass"
-    several = getattr(speculative, "use_multi_module_mtp", None)  # since 0.27
-    if getattr(runner, "speculator", None) is not None and several is not None and several():
-        return "each of its modules runs once a step, over the verified tokens"
-    if speculative.num_speculative_tokens == 1:
-        return "it drafts one token a step"
-    return None
 
 
 def draft_layer_names(runner: Any) -> set[str] | None:
@@ -208,9 +225,7 @@ def why_not(layer: Any, vllm_config: Any) -> str | None:
         return "it attends within chunks"
     if getattr(getattr(vllm_config, "model_config", None), "rswa_window", None) is not None:
         return "its reference sliding window (R-SWA) counts positions from the start of the sequence"
-    if vllm_config.parallel_config.decode_context_parallel_size > 1:
-        return "decode context parallelism spreads its keys over ranks"
-    return None
+    return context_parallel(vllm_config)
 
 
 def window_draft_layers(runner: Any, config: PluginConfig) -> list[str]:
@@ -228,18 +243,19 @@ def window_draft_layers(runner: Any, config: PluginConfig) -> list[str]:
     """
     speculative = runner.vllm_config.speculative_config
     names = draft_layer_names(runner)
+    nothing = None if speculative is None else nothing_to_window(speculative.method)
+    if nothing is not None:
+        _refuse(runner, config, nothing)
+        return []
     if speculative is not None and not names and _last_pipeline_rank():
         _refuse(runner, config, f"the drafter ({speculative.method}) has no attention layers to window")
         return []
     if speculative is None:
         _refuse(runner, config, "the engine has no speculative_config, so there is no draft to window")
         return []
-    alone = only_first_pass(runner) if names and not config.window_first_pass else None
+    alone = first_pass_needed(speculative, _is_v2(runner)) if names and not config.window_first_pass else None
     if alone is not None:
-        raise PluginError(
-            f'"window_first_pass" is false in additional_config["windowed_mtp"], but the drafter '
-            f"({speculative.method}) has no other pass, as {alone}; leave it out to window that pass."
-        )
+        raise PluginError(f"{alone}; leave it out to window that pass.")
     layers = runner.vllm_config.compilation_config.static_forward_context
     backends, left = {}, {}
     for name in sorted(names or ()):
@@ -248,7 +264,8 @@ def window_draft_layers(runner: Any, config: PluginConfig) -> list[str]:
             left[name] = reason
             continue
         backend = layers[name].attn_backend
-        backends[name] = backend if is_windowed(backend) else windowed_backend(backend, config)
+        # V1 never replays full graphs of its draft.
+        backends[name] = backend if is_windowed(backend) else windowed_backend(backend, config, _is_v2(runner))
     for name, backend in backends.items():
         layers[name].attn_backend = backend
     for name, reason in left.items():

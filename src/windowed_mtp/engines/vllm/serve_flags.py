@@ -10,7 +10,9 @@ import os
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from windowed_mtp.checkpoint import first_unreadable
 from windowed_mtp.engines.vllm.config import PluginError
+from windowed_mtp.engines.vllm.doctor_files import local_folder
 
 _PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
 """Modules that hold the server's parser, or held it in an earlier vLLM."""
@@ -53,8 +55,8 @@ def serve_config(flags: Sequence[str]) -> Any:
         arguments = _parsed(flags)
         try:
             return AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
-        except (ValueError, OSError, RuntimeError, ImportError, KeyError, AttributeError, NotImplementedError) as error:
-            raise PluginError(f"vLLM refuses these flags: {_reason(error)}.") from None
+        except Exception as error:  # vLLM passes on whatever the readers below it raise
+            raise PluginError(_unreadable(arguments) or f"vLLM refuses these flags: {_reason(error)}.") from None
 
 
 def _parsed(flags: Sequence[str]) -> argparse.Namespace:
@@ -77,6 +79,18 @@ def _parsed(flags: Sequence[str]) -> argparse.Namespace:
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not os.path.exists(os.path.expanduser(name)):
         raise PluginError(f"there is no folder {name!r}; check the spelling, or pass a name on the hub.")
     return arguments
+
+
+def _unreadable(arguments: argparse.Namespace) -> str | None:
+    """Say which file of the target or the draft cannot be read, if one cannot."""
+    speculative = arguments.speculative_config
+    draft = speculative.get("model") if isinstance(speculative, dict) else None
+    for name in (arguments.model, draft):
+        folder = local_folder(os.path.expanduser(name)) if isinstance(name, str) else None
+        error = None if folder is None else first_unreadable(folder)
+        if error is not None:
+            return str(error)
+    return None
 
 
 def _make_arg_parser() -> Any:

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ PARTS, STEPS, WARM_UP, PROFILED = 5, 30, 10, 10
 
 
 _WINDOW = ("sink", "window", "min_context")
+_ROOM = "widest_window"
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,18 @@ class Arm:
         mine, theirs = ({k: v for k, v in plugin.items() if k not in _WINDOW} for plugin in (self.plugin, other.plugin))
         return mine == theirs
 
+    def with_room(self, widest: int) -> Arm:
+        """Give the arm with room for windows of up to ``widest`` in its captured graphs."""
+        return self if self.plugin is None else replace(self, plugin={**self.plugin, _ROOM: widest})
+
     @property
     def settings(self) -> dict[str, Setting]:
-        """Everything that differs from an engine as it comes, but the window's three numbers."""
+        """Everything that differs from an engine as it comes, but the window's three numbers and the room for it."""
         made: dict[str, Setting] = {f"attention_config.{name}": value for name, value in self.attention.items()}
         for name, value in (self.plugin or {}).items():
             if name == "hot_vocabulary":
                 made["hot_vocabulary.size"] = value["size"]
-            elif name not in _WINDOW:
+            elif name not in (*_WINDOW, _ROOM):
                 made[name] = value
         return made
 
@@ -197,6 +202,8 @@ def measure(
     fill: CacheFill = "random keys" if engine.random_weights else "real prefill"
     rates = measure_rates()
     register()
+    widest = max((arm.window.window for arm in arms if arm.window is not None), default=0)
+    arms = [arm.with_room(widest) for arm in arms]
     began = time.monotonic()
     llm = LLM(**engine.arguments(arms[0]))
     facts = llm.collective_rpc(step_probe.start, args=(engine.random_weights,))[0]

@@ -103,6 +103,7 @@ TABLE: tuple[Symbol, ...] = (
     Symbol("vllm.config.compilation", "CUDAGraphMode.has_full_cudagraphs"),
     Symbol("vllm.config.parallel", "ParallelConfig.decode_context_parallel_size"),
     Symbol("vllm.config.scheduler", "SchedulerConfig.max_num_seqs"),
+    Symbol("vllm.config.scheduler", "SchedulerConfig.max_num_batched_tokens"),
     Symbol("vllm.config.scheduler", "SchedulerConfig.async_scheduling"),
     Symbol("vllm.config.speculative", "SpeculativeConfig.method"),
     Symbol("vllm.config.speculative", "SpeculativeConfig.num_speculative_tokens"),

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from windowed_mtp.engines.transformers.cache import DraftKV
 from windowed_mtp.engines.transformers.heads.base import MTPHead, join, layer_config, norm_like, projection
 from windowed_mtp.engines.transformers.loading import Checkpoint, fill, fuse_experts
-from windowed_mtp.errors import CheckpointError
 
 SHARED = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
 """Copies of the target's own tensors, which a layer of the checkpoint may hold."""
@@ -32,10 +31,7 @@ class DeepseekHead(MTPHead):
         found = checkpoint.names(r"(?:language_model\.)?model\.(?:language_model\.)?(?P<name>layers\.\d+\..+)")
         names = {name: full for name, full in found.items() if int(name.split(".")[1]) >= first}
         if not names:
-            raise CheckpointError(
-                f"{checkpoint.name_or_path!r} has no MTP head: it holds no layer after the model's {first} "
-                f"(model.layers.{first}.*); use a checkpoint that kept its head."
-            )
+            raise checkpoint.headless(f"layer after the model's {first} (model.layers.{first}.*)")
         what = f"the MTP head of {checkpoint.name_or_path!r}"
         count = 1 + max(int(name.split(".")[1]) for name in names) - first
         config = layer_config(

@@ -197,13 +197,10 @@ def feature_layers(config: Eagle3Config, num_layers: int) -> list[int]:
 
 def _read(name: str) -> dict[str, Tensor]:
     """Tensors by their first published names, without those that say nothing new."""
-    try:
-        checkpoint = Checkpoint(name)
-    except CheckpointError:
-        raise CheckpointError(
-            f"the EAGLE-3 drafter {name!r} has no safetensors files; convert its pytorch_model.bin to "
-            "model.safetensors, or use a drafter that is published so."
-        ) from None
+    checkpoint = Checkpoint(
+        name,
+        without="convert its pytorch_model.bin to model.safetensors, or use a drafter that is published so",
+    )
     names = checkpoint.names(r"(?:model\.)?(?P<name>(?!t2d$).+(?<!rotary_emb\.inv_freq))")
     tensors = checkpoint.read(names.values())
     return {short.replace("layers.0.", "midlayer.", 1): tensors[full] for short, full in names.items()}

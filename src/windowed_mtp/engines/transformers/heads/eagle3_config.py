@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from windowed_mtp.checkpoint import first_unreadable
 from windowed_mtp.errors import CheckpointError
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -24,6 +26,7 @@ _LAYER_FIELDS = (
     "attention_bias",
     "mlp_bias",
 )
+_LISTED = {"layer_types": str, "eagle_aux_hidden_state_layer_ids": int}
 _ONLY: dict[str, Any] = {
     "num_hidden_layers": 1,
     "norm_before_fc": False,
@@ -83,13 +86,21 @@ class Eagle3Config:
         """
         try:
             raw, _ = PreTrainedConfig.get_config_dict(name)
-        except (OSError, ValueError):
+        except Exception:  # what is no JSON object fails in more than one way
             raw = {}
         if not raw:
-            raise CheckpointError(f"{name!r} has no readable config.json; pass the name of an EAGLE-3 drafter.")
+            raise first_unreadable(Path(name), weights=False) or CheckpointError(
+                f"{name!r} has no readable config.json; pass the name of an EAGLE-3 drafter."
+            )
+        for key in ("transformer_layer_config", "eagle_config"):
+            if not isinstance(raw.get(key) or {}, dict):
+                raise _invalid(name, f"{key} is no object")
         nested = raw.get("transformer_layer_config")
         config = {**(nested or {}), **raw, **(raw.get("eagle_config") or {})}
         config = {key: value for key, value in config.items() if value is not None}
+        for key in _LISTED.keys() & config.keys():
+            if not isinstance(config[key], list) or not all(isinstance(each, _LISTED[key]) for each in config[key]):
+                raise _invalid(name, f"{key} is {config[key]!r}")
         if "layer_types" in config:
             config["layer_types"] = sorted(set(config["layer_types"]))
         for option, served in _ONLY.items():
@@ -103,6 +114,9 @@ class Eagle3Config:
         missing = [key for key in _REQUIRED if key not in config]
         if missing:
             raise CheckpointError(f"{name!r} is no EAGLE-3 drafter: its config.json does not give {missing[0]}.")
+        for key in (*_REQUIRED, "draft_vocab_size", "target_hidden_size"):
+            if type(config.get(key, 1)) is not int or config.get(key, 1) < 1:
+                raise _invalid(name, f"{key} is {config[key]!r}")
         return cls(
             layer=_layer(name, {key: config[key] for key in _LAYER_FIELDS if key in config}),
             draft_vocab_size=config.get("draft_vocab_size", config["vocab_size"]),
@@ -118,7 +132,7 @@ def _layer(name: str, fields: dict[str, Any]) -> LlamaConfig:
         config = LlamaConfig(**fields, num_hidden_layers=1)
     except Exception as error:  # the validators of the installed version share no narrower base
         reason = str(error).strip().splitlines()[-1].strip()
-        raise CheckpointError(f"the config.json of the EAGLE-3 drafter {name!r} is not valid: {reason}") from None
+        raise _invalid(name, reason) from None
     rope_type = dict(config.rope_parameters or {})["rope_type"]
     if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
         raise CheckpointError(
@@ -127,6 +141,10 @@ def _layer(name: str, fields: dict[str, Any]) -> LlamaConfig:
         )
     config._attn_implementation = "sdpa"
     return config
+
+
+def _invalid(name: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"the config.json of the EAGLE-3 drafter {name!r} is not valid: {reason}; correct it.")
 
 
 def _inputs(layer_ids: list[int] | None) -> tuple[int, ...] | None:

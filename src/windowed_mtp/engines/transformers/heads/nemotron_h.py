@@ -30,10 +30,7 @@ class NemotronHHead(MTPHead):
         """Build the head from the tensors ``mtp.layers.*``, whatever the prefix of the target's part of the model."""
         names = checkpoint.names(r"(?:language_model\.)?(?:model\.|backbone\.)?mtp\.(?P<name>layers\.\d+\..+)")
         if not names:
-            raise CheckpointError(
-                f"{checkpoint.name_or_path!r} has no MTP head: it holds no tensors named mtp.layers.*; use a "
-                "checkpoint that kept its head."
-            )
+            raise checkpoint.headless("tensors named mtp.layers.*")
         what = f"the MTP head of {checkpoint.name_or_path!r}"
         pattern = target.config.get_text_config().mtp_layers_block_type
         if pattern.count("full_attention") != 1 or not set(pattern) <= set(BLOCK_TYPES):

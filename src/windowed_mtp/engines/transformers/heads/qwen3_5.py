@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from windowed_mtp.engines.transformers.cache import DraftKV
 from windowed_mtp.engines.transformers.heads.base import MTPHead, join, layer_config, norm_like, projection
 from windowed_mtp.engines.transformers.loading import Checkpoint, fill, fuse_experts
-from windowed_mtp.errors import CheckpointError
 
 
 class Qwen3_5Head(MTPHead):
@@ -33,10 +32,7 @@ class Qwen3_5Head(MTPHead):
         """Build the head from the tensors ``mtp.*`` (also below ``model.`` or ``language_model.``)."""
         names = checkpoint.names(r"(?:model\.)?(?:language_model\.)?mtp\.(?P<name>.+)")
         if not names:
-            raise CheckpointError(
-                f"{checkpoint.name_or_path!r} has no MTP head: it holds no tensors named mtp.*; use a checkpoint that "
-                "kept its head."
-            )
+            raise checkpoint.headless("tensors named mtp.*")
         what = f"the MTP head of {checkpoint.name_or_path!r}"
         tensors = checkpoint.read(names.values())
         count = 1 + max((int(name.split(".")[1]) for name in names if name.startswith("layers.")), default=0)
