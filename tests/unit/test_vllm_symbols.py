@@ -2,12 +2,25 @@
 
 import sys
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from windowed_mtp.engines.vllm.symbols import TABLE, V1, V2, Symbol, missing, release_line, unknown_version
+from windowed_mtp.engines.vllm import doctor
+from windowed_mtp.engines.vllm.fingerprint import SEAM, known
+from windowed_mtp.engines.vllm.symbols import (
+    RUN,
+    TABLE,
+    V1,
+    V2,
+    Symbol,
+    missing,
+    not_run,
+    release,
+    release_line,
+    unknown_version,
+)
 
 
 @pytest.mark.parametrize("version", ["0.25.0", "0.25.1", "0.32.0+cpu", "0.33.0", "0.33.2rc1", "0.30.1.dev7+gabc"])
@@ -78,3 +91,41 @@ def test_the_table_names_each_thing_once_and_serves_both_runners():
     assert len({(each.module, each.name) for each in TABLE}) == len(TABLE)
     assert {each.runner for each in TABLE} == {None, V1, V2}
     assert release_line("0.32.0+cpu") == (0, 32)
+
+
+def test_versions_that_were_run_are_told_from_those_that_were_read():
+    assert all(unknown_version(version) is None for version, _, _ in RUN)
+    for way in (("0.32.0", "V1", "CPU"), ("0.32.0+cpu", "V2", "CPU"), ("0.32.0", "V2", "CUDA")):
+        assert not_run(*way) is None
+    assert not_run("0.32.0", "V1", "CUDA") == (
+        "the plugin was run with vLLM 0.32.0, but never with V1 on CUDA (only V1 on CPU, V2 on CPU, V2 on CUDA)"
+    )
+    assert not_run("0.31.0", "V2", "CUDA") == (
+        "the plugin was never run with vLLM 0.31.0: its source was read only (it was run with 0.32.0)"
+    )
+    assert release("0.33.2rc1") == (0, 33, 2) and release("dev") == ()
+
+
+@pytest.mark.parametrize(
+    ("version", "v2", "levels"),
+    [
+        ("0.32.0", True, ["ok"]),
+        ("0.30.0", True, ["warning"]),
+        ("0.32.0", False, ["warning"]),
+        ("0.35.0", True, ["problem"]),
+    ],
+)
+def test_doctor_tells_them_apart(monkeypatch: pytest.MonkeyPatch, version: str, v2: bool, levels: list[str]):
+    monkeypatch.setattr(doctor, "missing", lambda *args: None)
+    monkeypatch.setattr(doctor, "installed", lambda: known().get(version, known()["0.33.0"]))
+    config = SimpleNamespace(use_v2_model_runner=v2)
+    assert [each.level for each in doctor.version_findings(config, version, "CUDA")] == levels
+
+
+def test_doctor_names_the_functions_of_another_build(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "missing", lambda *args: None)
+    monkeypatch.setattr(doctor, "installed", lambda: known()["0.32.0"] | {SEAM[1]: "another"})
+    config = SimpleNamespace(use_v2_model_runner=True)
+    version, sources = doctor.version_findings(config, "0.32.0", "CUDA")
+    assert (version.level, sources.level) == ("ok", "warning")
+    assert sources.cause.endswith("differ from vLLM 0.32.0's: V1 GPUModelRunner.load_model")

@@ -17,9 +17,10 @@ from windowed_mtp.engines.vllm.doctor_rope import rope_findings
 from windowed_mtp.engines.vllm.doctor_splits import attention_device, splits_findings
 from windowed_mtp.engines.vllm.drafters import context_parallel, first_pass_needed, nothing_to_window
 from windowed_mtp.engines.vllm.findings import DoctorResult, Finding, Level
+from windowed_mtp.engines.vllm.fingerprint import installed, what_moved
 from windowed_mtp.engines.vllm.serve_flags import serve_config
 from windowed_mtp.engines.vllm.summary import Drafting, LayerGroup, describe, engages_from
-from windowed_mtp.engines.vllm.symbols import V1, V2, missing, unknown_version
+from windowed_mtp.engines.vllm.symbols import V1, V2, missing, not_run, unknown_version
 from windowed_mtp.results import Provenance
 
 
@@ -49,10 +50,12 @@ def diagnose(flags: Sequence[str], metrics: str | None = None) -> DoctorResult:
     vllm_config = serve_config(flags)
 
     import vllm
+    from vllm.platforms import current_platform
 
+    version, device = vllm.__version__, current_platform.device_type.upper()
     config = PluginConfig.read(vllm_config.additional_config)
     blocks = blocks_of(vllm_config)
-    findings = [*version_findings(vllm_config, vllm.__version__), *_window_findings(vllm_config, config, blocks)]
+    findings = [*version_findings(vllm_config, version, device), *_window_findings(vllm_config, config, blocks)]
     in_force = None
     if config is not None and all(finding.level != "problem" for finding in findings):
         in_force = _in_force(vllm_config, config, blocks)
@@ -62,27 +65,50 @@ def diagnose(flags: Sequence[str], metrics: str | None = None) -> DoctorResult:
     findings += [*prefix_findings(vllm_config, blocks), *judged]
     return DoctorResult(
         provenance=Provenance.collect(),
-        settings={"model": vllm_config.model_config.model, "flags": " ".join(flags), "vllm": vllm.__version__},
+        settings={"model": vllm_config.model_config.model, "flags": " ".join(flags), "vllm": version},
         in_force=in_force,
         rows=tuple(findings),
     )
 
 
-def version_findings(vllm_config: Any, version: str) -> Iterator[Finding]:
-    """Judge whether the plugin knows this vLLM."""
-    runner = V2 if _is_v2(vllm_config) else V1
-    unknown, lacking = unknown_version(version), missing(runner, version)
+def version_findings(vllm_config: Any, version: str, device: str) -> Iterator[Finding]:
+    """Judge whether the plugin knows this vLLM, and whether it was ever run with it.
+
+    Parameters
+    ----------
+    vllm_config : VllmConfig
+        Says which runner the engine has.
+    version : str
+        ``vllm.__version__``.
+    device : str
+        Kind of device, such as ``"CPU"`` or ``"CUDA"``.
+    """
+    module = V2 if _is_v2(vllm_config) else V1
+    runner = "V2" if module == V2 else "V1"
+    unknown, lacking = unknown_version(version), missing(module, version)
+    untried = not_run(version, runner, device)
     if lacking is not None or unknown is not None:
         yield Finding(
             check="version", level="problem",
             cause=unknown or f"this vLLM ({version}) has no {lacking}, which the window rests on",
             remedy="install a vLLM that is known, or a newer windowed-mtp",
         )  # fmt: skip
-    else:
-        which = "V2" if runner == V2 else "V1"
+    elif untried is not None:
         yield Finding(
-            check="version", level="ok", cause=f"this vLLM ({version}, {which} runner) has what the window needs"
-        )
+            check="version", level="warning", cause=f"this vLLM has what the window needs, but {untried}",
+            remedy="compare greedy outputs with and without the window before you rely on it",
+        )  # fmt: skip
+    else:
+        yield Finding(
+            check="version", level="ok",
+            cause=f"this vLLM ({version}, {runner} runner on {device}) has what the window needs, and was run with it",
+        )  # fmt: skip
+    changed = what_moved(version, installed())
+    if changed is not None:
+        yield Finding(
+            check="version", level="warning", cause=f"vLLM {version}: {changed}",
+            remedy="read what changed in them, or install a release that is known",
+        )  # fmt: skip
 
 
 def _window_findings(vllm_config: Any, config: PluginConfig | None, blocks: Blocks | None) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from windowed_mtp.engines.vllm.drafters import (
 )
 from windowed_mtp.engines.vllm.self_check import check_builders
 from windowed_mtp.engines.vllm.summary import Drafting, LayerGroup, describe
-from windowed_mtp.engines.vllm.symbols import missing, unknown_version
+from windowed_mtp.engines.vllm.symbols import missing, not_run, unknown_version
 from windowed_mtp.engines.vllm.worker_check import REACHED
 
 _ORIGINAL = "_windowed_mtp_original"
@@ -152,6 +152,15 @@ def _version() -> str:
     import vllm
 
     return f"vLLM {vllm.__version__}"
+
+
+def not_run_here(runner: Any) -> str | None:
+    """Say that the plugin was never run with this vLLM, runner and device; ``None`` if it was."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    which = "V2" if _is_v2(runner) else "V1"
+    return not_run(vllm.__version__, which, current_platform.device_type.upper())
 
 
 def assign_passes(runner: Any) -> None:
@@ -296,6 +305,9 @@ def say_what_is_in_force(runner: Any, config: PluginConfig, windowed: list[str])
     groups = [LayerGroup(layers, backend, block) for (backend, block), layers in sorted(found.items())]
     text = describe(config.window, drafting, groups, runner.vllm_config.model_config.max_model_len)
     _say(runner, "info", f"Windowed MTP is in force: {text}")
+    untried = not_run_here(runner)
+    if untried is not None:
+        _say(runner, "warning", f"Windowed MTP: {untried}.")
 
 
 def _last_pipeline_rank() -> bool:

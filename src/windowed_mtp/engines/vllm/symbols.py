@@ -1,7 +1,7 @@
 """What the plugin rests on in vLLM, as a table, checked before anything is changed.
 
-Read: the sources of vLLM 0.25.0, 0.25.1, 0.26.0, 0.27.1, 0.28.0, 0.29.0, 0.30.0, 0.31.0, 0.32.0 and 0.33.0 hold every
-entry of the table. Run: 0.32.0 is the version that the tests run, on a CPU.
+Read: the sources of every release from 0.25.0 to 0.33.0 hold each entry of the table; ``fingerprint`` has what moved
+between them. Run: see `RUN`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,13 @@ V1, V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 
 OLDEST, NEWEST = (0, 25), (0, 33)
 """The first and the last release line of vLLM that the plugin works with."""
+
+RUN: tuple[tuple[str, str, str], ...] = (
+    ("0.32.0", "V1", "CPU"),
+    ("0.32.0", "V2", "CPU"),
+    ("0.32.0", "V2", "CUDA"),
+)
+"""Releases that the plugin's tests were run with, by runner and device; the other releases of the range were read."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,34 @@ def release_line(version: str) -> tuple[int, int]:
     """Major and minor number of a version; zeros where it has none."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Numbers of a version, without a pre-release or local suffix; empty where it has none."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def not_run(version: str, runner: str, device: str) -> str | None:
+    """Say how far a version has been tried, if the plugin was never run with it in this way; ``None`` if it was.
+
+    Parameters
+    ----------
+    version : str
+        ``vllm.__version__``.
+    runner : str
+        ``"V1"`` or ``"V2"``.
+    device : str
+        Kind of device, such as ``"CPU"`` or ``"CUDA"``.
+    """
+    here = release(version)
+    ways = [f"{each} on {kind}" for known, each, kind in RUN if release(known) == here]
+    if f"{runner} on {device}" in ways:
+        return None
+    if ways:
+        return f"the plugin was run with vLLM {version}, but never with {runner} on {device} (only {', '.join(ways)})"
+    versions = ", ".join(dict.fromkeys(known for known, _, _ in RUN))
+    return f"the plugin was never run with vLLM {version}: its source was read only (it was run with {versions})"
 
 
 def missing(runner: str, version: str, table: tuple[Symbol, ...] | None = None) -> str | None:
