@@ -117,9 +117,8 @@ def _v2(runner: Any, counts: Counts) -> Iterator[None]:
     def proposed(*args: Any, **kwargs: Any) -> Any:
         made = propose(*args, **kwargs)
         for windowing in windowings(speculator):
-            if windowing._source is not None:
-                before = windowing._source[1]
-                counts.dropped_in_loop += int((before - windowing._lens[: len(before)]).sum())
+            if windowing._pass is not None:
+                counts.dropped_in_loop += int((windowing._pass.lens - windowing._pass.out_lens).sum())
         return made
 
     def replaying(name: str, replay: Any) -> Any:

@@ -70,8 +70,8 @@ class Target:
     shortest: int = 1
 
     @contextmanager
-    def running(self, drafting: bool, **options: Any) -> Iterator[LLM]:
-        """An engine with the window in force, or the target alone, without graphs."""
+    def running(self, drafting: bool, widest: int = 0, **options: Any) -> Iterator[LLM]:
+        """An engine with the window (its graphs take others up to ``widest``), or the target alone, without graphs."""
         target, *own = self.checkpoints()
         drafter: dict[str, Any] = {"method": self.method, "num_speculative_tokens": GAMMA}
         if own:
@@ -83,8 +83,9 @@ class Target:
         settings |= {"skip_tokenizer_init": True, "enable_prefix_caching": drafting, "max_model_len": 2048}
         if not drafting:
             settings |= {"enforce_eager": True, "logprobs_mode": "raw_logits", "max_logprobs": 4096}
-        window = {"sink": self.window.sink, "window": self.window.window} if drafting else None
-        with engine(target, window, drafter if drafting else {}, **{**settings, **options}) as llm:
+        window = {"sink": self.window.sink, "window": self.window.window, "widest_window": widest}
+        own_settings = (window, drafter) if drafting else (None, {})
+        with engine(target, *own_settings, **{**settings, **options}) as llm:
             yield llm
 
     def tokens(self, count: int) -> list[int]:

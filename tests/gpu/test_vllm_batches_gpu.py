@@ -64,7 +64,7 @@ def joining(size: int) -> Callable[[int, int], int]:
 def test_every_batch_size_in_graphs(name: str):
     target, made = TARGETS[name], batches(name)
     outputs: dict[str, list[Served]] = {}
-    with target.running(drafting=True, **OPTIONS) as llm:
+    with target.running(drafting=True, widest=2048, **OPTIONS) as llm:
         runner, before = runner_of(llm), counters(llm)
         assert hasattr(runner, "speculator") == V2
         with counting(llm) as counts:
