@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from windowed_mtp.engines.protocol import StepEvent
 from windowed_mtp.engines.transformers import WindowedMTP
+from windowed_mtp.engines.transformers import drafter as drafter_module
 from windowed_mtp.engines.transformers.drafter import _Decoding
 from windowed_mtp.engines.transformers.heads.hot import HotHead
 from windowed_mtp.errors import VocabularyError
@@ -121,8 +122,8 @@ def test_the_lossless_probe_finds_sampled_output_consistent(hot: str):
 @pytest.mark.parametrize("seed", [None, 3], ids=["greedy", "sampled"])
 def test_a_hot_set_of_all_tokens_proposes_the_same_to_the_bit(seed: int | None, monkeypatch: pytest.MonkeyPatch):
     seen: list[Tensor] = []
-    scores = _Decoding._scores
-    monkeypatch.setattr(_Decoding, "_scores", lambda self, ids, raw: seen.append(raw) or scores(self, ids, raw))
+    copied = drafter_module._copied
+    monkeypatch.setattr(drafter_module, "_copied", lambda logits: seen.append(logits) or copied(logits))
     without, steps, _ = decode(prompt(40), seed)
     expected = seen.copy()
     seen.clear()
