@@ -40,8 +40,8 @@ def propose_the_argmax(self: Any, context: Any, depth: int) -> Any:
     """A draft that takes its likeliest token, but claims to have drawn it."""
     distributions = []
 
-    def choose(logits: Tensor, ids: Tensor) -> Tensor:
-        distributions.append(self.draft_processor(ids, logits.float()).softmax(-1))
+    def choose(logits: Tensor, drafted: Tensor) -> Tensor:
+        distributions.append(logits.float().softmax(-1))
         return distributions[-1].argmax(-1, keepdim=True)
 
     return self.draft.propose(self.ids, depth, choose), distributions

@@ -258,6 +258,21 @@ def test_depth_sees_the_context_and_is_checked():
         generate("qwen3_5", prompt(40), max_new_tokens=24, custom_generate=made)
 
 
+def test_a_step_does_not_copy_all_ids():
+    places: list[int] = []
+
+    def depth(context: StepContext) -> int:
+        places.append(context.ids.data_ptr())
+        return 3
+
+    made = drafter(Case("qwen3_5"), depth=depth)
+    ids = prompt(40)
+    output = generate("qwen3_5", ids, max_new_tokens=24, custom_generate=made)
+    assert len(places) > 5 and len({*places}) == 1
+    assert places[0] not in (ids.data_ptr(), output.data_ptr())
+    assert output.untyped_storage().nbytes() == 8 * 64, "the output comes without room for more"
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5-chained"])
 def test_a_shadow_head_proposes_as_it_would_alone_and_disturbs_nothing(family: str):
     truth = plain(family, 60, 24)

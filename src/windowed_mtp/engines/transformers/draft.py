@@ -15,7 +15,7 @@ from windowed_mtp.window import SinkWindow
 Keep = Literal["all", "ring"]
 Prefill = Literal["full", "pruned"]
 Choose = Callable[[Tensor, Tensor], Tensor]
-"""Picks a token from logits ``[1, V]``, given the ids so far ``[1, n]``; returns ``[1, 1]`` int64."""
+"""Picks a token from logits ``[1, V]``, given those drafted so far in the step ``[1, k]``; returns ``[1, 1]`` int64."""
 
 PASS_LENGTH = 512
 """Longest pass that needs a mask: longer ones are split, so that no mask grows with the square of the prompt."""
@@ -129,7 +129,7 @@ class DraftState:
         known = ids.shape[1] - 1
         for layer in range(self.num_layers):
             self.kv[layer].blind = layer + 1 == self.num_layers
-            self._chain(layer, ids, end=known - layer, final=known - layer, provisional=None)
+            self._chain(layer, ids, ids[:, :0], end=known - layer, provisional=None)
             self.kv[layer].blind = False
 
     def propose(self, ids: Tensor, depth: int, choose: Choose) -> Tensor:
@@ -142,55 +142,56 @@ class DraftState:
         depth : int
             Number of tokens to draft, 0 to γ.
         choose : callable
-            Picks a token from logits ``[1, V]`` and the ids before it.
+            Picks a token from logits ``[1, V]`` and the tokens drafted before it.
 
         Returns
         -------
         Tensor
             ``[1, depth]`` int64.
         """
-        start = ids.shape[1]
-        entries = start - 1
+        entries = ids.shape[1] - 1
+        drafted = ids[:, :0]
         out: Any = None
         last: Any = None
         provisional: Tensor | None = None
         for step in range(depth):
             layer = min(step, self.num_layers - 1)
             if step < self.num_layers:
-                out, last, provisional = self._chain(layer, ids, entries, entries - layer, provisional)
+                out, last, provisional = self._chain(layer, ids, drafted, entries, provisional)
             else:
-                out, last = self._run(layer, entries + step - self.num_layers, ids[:, -1:], last)
-            ids = torch.cat([ids, choose(self.head.logits(layer, out[:, -1]), ids)], dim=1)
+                out, last = self._run(layer, entries + step - self.num_layers, drafted[:, -1:], last)
+            drafted = torch.cat([drafted, choose(self.head.logits(layer, out[:, -1]), drafted)], dim=1)
         for kv, final in zip(self.kv, self._final, strict=True):
             kv.crop(final)
-        return ids[:, start:]
+        return drafted
 
     def _chain(
-        self, layer: int, ids: Tensor, end: int, final: int, provisional: Tensor | None
+        self, layer: int, ids: Tensor, drafted: Tensor, end: int, provisional: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Run ``layer`` over its entries up to ``end``, of which those before ``final`` are final.
+        """Run ``layer`` over its entries up to ``end``, which hold known tokens, then drafted ones.
 
         ``provisional`` holds the hidden states of the last entries, where they rest on drafted tokens. Returns the
         last pass's outputs, the hidden state after the last entry, and those that rest on drafted tokens.
         """
-        start = self._final[layer]
+        start, final = self._final[layer], ids.shape[1] - 1 - layer
+        tokens = torch.cat([ids[:, start:], drafted], dim=1)[:, 1 + layer :]  # of the entries from ``start`` on
         rows, kv = self._pending[layer], self.kv[layer]
         if provisional is not None:
             rows = rows.followed_by(end - provisional.shape[1], provisional)
         out = recycled = None
-        drafted = []
+        unverified = []
         for first, last in self._needed(layer, start, end, known=final + layer):
             if first > kv.length:
                 kv.skip_to(first)
             for a, b in self._passes(first, last, kv.blind):
-                out, recycled = self._run(layer, a, ids[:, a + 1 + layer : b + 1 + layer], rows.take(a, b))
+                out, recycled = self._run(layer, a, tokens[:, a - start : b - start], rows.take(a, b))
                 if layer + 1 < self.num_layers and a < final:
                     self._pending[layer + 1].add(a, recycled[:, : final - a])
                 if b > final:
-                    drafted.append(recycled[:, max(a, final) - a :])
+                    unverified.append(recycled[:, max(a, final) - a :])
         self._pending[layer].drop_before(final)
         self._final[layer] = max(start, final)
-        return out, None if recycled is None else recycled[:, -1:], torch.cat(drafted, dim=1) if drafted else None
+        return out, None if recycled is None else recycled[:, -1:], torch.cat(unverified, dim=1) if unverified else None
 
     def _run(self, layer: int, start: int, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]

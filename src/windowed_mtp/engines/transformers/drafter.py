@@ -215,6 +215,7 @@ class _Decoding:
         self.drafter = drafter
         self.target = target
         self.ids = ids
+        self._room = ids  # begins with the ids
         self.processor = processor
         self.draft_processor: Any = LogitsProcessorList(one for one in processor if type(one) in DRAFTING)
         self.criteria = criteria
@@ -252,10 +253,11 @@ class _Decoding:
         self.stats.hot_head_bytes = self.head.num_bytes
         if self.streamer is not None:
             self.streamer.end()
+        sequences = self.ids.clone()  # without the room
         if not self.config.return_dict_in_generate:
-            return self.ids
+            return sequences
         return GenerateDecoderOnlyOutput(
-            sequences=self.ids,  # type: ignore[arg-type]
+            sequences=sequences,  # type: ignore[arg-type]
             scores=self.scores,  # type: ignore[arg-type]
             logits=self.logits,  # type: ignore[arg-type]
             **{cache_argument(self.target.model): self.target.cache},  # type: ignore[arg-type]
@@ -310,8 +312,10 @@ class _Decoding:
         """Drafted tokens ``[1, k]``, and when sampling the distribution ``[1, V]`` each was drawn from."""
         distributions: list[Tensor] = []
 
-        def choose(logits: Tensor, ids: Tensor) -> Tensor:
-            scores = self.draft_processor(ids, _copied(logits))
+        def choose(logits: Tensor, drafted: Tensor) -> Tensor:
+            scores = _copied(logits)
+            if self.draft_processor:
+                scores = self.draft_processor(torch.cat([self.ids, drafted], dim=1), scores)
             if not self.sample:
                 return scores.argmax(-1, keepdim=True)
             # Where the processors forbid every token of the draft's vocabulary, all are equally likely.
@@ -360,7 +364,7 @@ class _Decoding:
     def _emit(self, tokens: Iterable[tuple[Tensor, Tensor]], logits: Tensor) -> bool:
         """Append tokens one by one until a stopping criterion holds; whether one does."""
         for position, (token, scores) in enumerate(tokens):
-            self.ids = torch.cat([self.ids, token[:, None]], dim=1)
+            self._append(token)
             if self.scores is not None:
                 self.scores += (scores,)
             if self.logits is not None:
@@ -372,13 +376,21 @@ class _Decoding:
                 return True
         return False
 
+    def _append(self, token: Tensor) -> None:
+        """Add a token ``[1]`` to the ids, in room that grows by half, so that a step never copies all of them."""
+        length = self.ids.shape[1]
+        if length == self._room.shape[1]:
+            self._room = torch.cat([self._room, self._room.new_empty(1, max(256, length // 2))], dim=1)
+        self._room[:, length] = token
+        self.ids = self._room[:, : length + 1]
+
     def _observe(self, features: Tensor) -> None:
         self.draft.observe(features)
         for shadow in self.shadows.values():
             shadow.observe(features)
 
     def _shadow(self, context: StepContext, depth: int) -> dict[str, tuple[int, ...]]:
-        greedy = lambda logits, ids: logits.argmax(-1, keepdim=True)  # noqa: E731
+        greedy = lambda logits, drafted: logits.argmax(-1, keepdim=True)  # noqa: E731
         drafts = {name: state.propose(context.ids, depth, greedy) for name, state in self.shadows.items()}
         return {name: tuple(tokens[0].tolist()) for name, tokens in drafts.items()}
 
