@@ -70,8 +70,8 @@ class Target:
     shortest: int = 1
 
     @contextmanager
-    def running(self, drafting: bool, widest: int = 0, **options: Any) -> Iterator[LLM]:
-        """An engine with the window (its graphs take others up to ``widest``), or the target alone, without graphs."""
+    def running(self, drafting: bool, widest: int = 0, windowed: bool = True, **options: Any) -> Iterator[LLM]:
+        """An engine that drafts, windowed or not (its graphs take windows up to ``widest``), or the target alone."""
         target, *own = self.checkpoints()
         drafter: dict[str, Any] = {"method": self.method, "num_speculative_tokens": GAMMA}
         if own:
@@ -84,7 +84,7 @@ class Target:
         if not drafting:
             settings |= {"enforce_eager": True, "logprobs_mode": "raw_logits", "max_logprobs": 4096}
         window = {"sink": self.window.sink, "window": self.window.window, "widest_window": widest}
-        own_settings = (window, drafter) if drafting else (None, {})
+        own_settings = (window if windowed else None, drafter) if drafting else (None, {})
         with engine(target, *own_settings, **{**settings, **options}) as llm:
             yield llm
 

@@ -62,8 +62,8 @@ def squeezing(step: int) -> bool:
     return LOADS[step // TURN % len(LOADS)] >= ROWS and step % TURN >= TURN - SQUEEZED
 
 
-def soak(name: str, count: int, longest: int, spoiled: int) -> dict[str, Any]:
-    """Run one target, and say what happened."""
+def soak(name: str, count: int, longest: int, spoiled: int, windowed: bool) -> dict[str, Any]:
+    """Run one target, and say what happened; without the window, to see how far vLLM itself leaves its target."""
     from counts import counting
     from engines import counters, runner_of
     from gpu_targets import CUDA, TARGETS
@@ -72,7 +72,7 @@ def soak(name: str, count: int, longest: int, spoiled: int) -> dict[str, Any]:
     target, begun = TARGETS[name], time.monotonic()
     requests = requests_for(target, count, longest)
     options: dict[str, Any] = {"max_num_seqs": ROWS, "max_num_batched_tokens": 2048}
-    with target.running(drafting=True, **options) as llm:
+    with target.running(drafting=True, windowed=windowed, **options) as llm:
         started, before = time.monotonic(), counters(llm)
         with counting(llm) as counts, squeezed(llm) as squeeze:
             served = serve(llm, requests, joining, lambda step: squeeze(squeezing(step)))
@@ -92,16 +92,19 @@ def soak(name: str, count: int, longest: int, spoiled: int) -> dict[str, Any]:
         "aborted": sum(each.aborted for each in served),
         "preemptions": grown("num_preemptions"),
         "prefix_hit_tokens": grown("prefix_cache_hits"),
-        "windowed_keys_dropped": counts.dropped,
+        "windowed_keys_dropped": counts.dropped + counts.dropped_in_loop,
         "accepted": grown("spec_decode_num_accepted_tokens"),
     }
     if CUDA:
         happened |= {
             "padded_batches": counts.padded,
-            "padded_passes": counts.padded_passes,
             "graph_replays": sum(counts.replays.values()),
             "dropped_in_a_drafters_graphs": counts.dropped_in_loop,
         }
+        if counts.passes:  # else its batches are windowed inside its graphs alone
+            happened["padded_passes"] = counts.padded_passes
+    if not windowed:
+        happened = {what: times for what, times in happened.items() if "dropped" not in what}
     return {
         "target": name,
         "runner": module,
@@ -163,15 +166,17 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=LONGEST, help="longest prompt that begins with no prefix")
     parser.add_argument("--jobs", type=int, default=1, help="targets at a time")
     parser.add_argument("--spoil", type=int, default=0, help="outputs to change, to see that they are found")
+    parser.add_argument("--no-window", action="store_true", help="draft natively, as a control")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := sorted(set(args.targets) - set(NAMES)):
         parser.error(f"no target is called {unknown[0]}; choose from {', '.join(NAMES)}")
     if args.child:
         prepare()
-        args.output.write_text(json.dumps(soak(args.child, args.prompts, args.longest, args.spoil)))
+        args.output.write_text(json.dumps(soak(args.child, args.prompts, args.longest, args.spoil, not args.no_window)))
         return 0
     rest = [f"--{name}={getattr(args, name)}" for name in ("prompts", "longest", "spoil")]
+    rest += ["--no-window"] * args.no_window
     with ThreadPoolExecutor(args.jobs) as pool:
         records = []
         for record in pool.map(lambda name: in_a_child(name, rest, args.output), args.targets or NAMES):

@@ -38,4 +38,4 @@ def test_a_planted_difference_is_near_or_not_by_its_first_token():
     verdict = judge(TARGET, [[1, 2, 9, 9], [5, 0]], [False, True], gaps_at)
     assert seen == [Fork(0, 2, 9), Fork(1, 1, 0)]
     assert verdict.equal == 0 and verdict.largest_margin == STEPS * 0.125
-    assert verdict.different == ["output 1 has 0 at 1, 0.375 below 20.000"]
+    assert verdict.different == [f"output 1 has 0 at 1, {(STEPS + 1) * 0.125:.3f} below 20.000"]

@@ -35,9 +35,10 @@ def batches(name: str) -> list[list[Request]]:
     """A batch of each size: some in reach of the window and some not, that end at different steps."""
     draw, prompt = random.Random(2), Prompts(TARGETS[name], seed=3)
     lengths = (700, 1400) if TARGETS[name].reads_text else (100, 900)
+    shortest = TARGETS[name].shortest
     return [
         [
-            Request(prompt(draw.randint(*lengths) if index % 3 else draw.randint(1, 60)), draw.randint(24, 48))
+            Request(prompt(draw.randint(*lengths) if index % 3 else draw.randint(shortest, 60)), draw.randint(24, 48))
             for index in range(size)
         ]
         for size in SIZES
@@ -85,12 +86,15 @@ def test_every_batch_size_in_graphs(name: str):
 
 def check_counts(counts: Counts, before: dict[str, Any], after: dict[str, Any]) -> None:
     """That batches of all sizes were padded and replayed, and that the window dropped keys."""
-    assert counts.full > 0 and counts.padded > 0 and counts.dropped > 0
+    assert counts.full > 0 and counts.padded > 0
     if V2:
         assert set(SIZES) <= set(counts.sizes)
-        assert counts.padded_passes > 0
+        # A drafter whose only pass is always replayed windows its batches inside the graph alone.
+        assert counts.passes == 0 or (counts.padded_passes > 0 and counts.dropped > 0)
         assert len(counts.captured) > 1 and set(counts.replays) == counts.captured
         assert counts.dropped_in_loop > 0
+    else:
+        assert counts.dropped > 0
     drafts, accepted = (
         after[f"spec_decode_num_{what}"] - before.get(f"spec_decode_num_{what}", 0)
         for what in ("drafts", "accepted_tokens")

@@ -97,8 +97,9 @@ def test_versions_that_were_run_are_told_from_those_that_were_read():
     assert all(unknown_version(version) is None for version, _, _ in RUN)
     for way in (("0.32.0", "V1", "CPU"), ("0.32.0+cpu", "V2", "CPU"), ("0.32.0", "V2", "CUDA")):
         assert not_run(*way) is None
-    assert not_run("0.32.0", "V1", "CUDA") == (
-        "the plugin was run with vLLM 0.32.0, but never with V1 on CUDA (only V1 on CPU, V2 on CPU, V2 on CUDA)"
+    assert not_run("0.32.0", "V1", "XPU") == (
+        "the plugin was run with vLLM 0.32.0, but never with V1 on XPU "
+        "(only V1 on CPU, V2 on CPU, V1 on CUDA, V2 on CUDA)"
     )
     assert not_run("0.31.0", "V2", "CUDA") == (
         "the plugin was never run with vLLM 0.31.0: its source was read only (it was run with 0.32.0)"
@@ -107,19 +108,22 @@ def test_versions_that_were_run_are_told_from_those_that_were_read():
 
 
 @pytest.mark.parametrize(
-    ("version", "v2", "levels"),
+    ("version", "device", "levels"),
     [
-        ("0.32.0", True, ["ok"]),
-        ("0.30.0", True, ["warning"]),
-        ("0.32.0", False, ["warning"]),
-        ("0.35.0", True, ["problem"]),
+        ("0.32.0", "CUDA", ["ok"]),
+        ("0.30.0", "CUDA", ["warning"]),
+        ("0.32.0", "XPU", ["warning"]),
+        ("0.35.0", "CUDA", ["problem"]),
     ],
 )
-def test_doctor_tells_them_apart(monkeypatch: pytest.MonkeyPatch, version: str, v2: bool, levels: list[str]):
+@pytest.mark.parametrize("v2", [True, False])
+def test_doctor_tells_them_apart(
+    monkeypatch: pytest.MonkeyPatch, version: str, device: str, v2: bool, levels: list[str]
+):
     monkeypatch.setattr(doctor, "missing", lambda *args: None)
     monkeypatch.setattr(doctor, "installed", lambda: known().get(version, known()["0.33.0"]))
     config = SimpleNamespace(use_v2_model_runner=v2)
-    assert [each.level for each in doctor.version_findings(config, version, "CUDA")] == levels
+    assert [each.level for each in doctor.version_findings(config, version, device)] == levels
 
 
 def test_doctor_names_the_functions_of_another_build(monkeypatch: pytest.MonkeyPatch):

@@ -23,6 +23,7 @@ OLDEST, NEWEST = (0, 25), (0, 33)
 RUN: tuple[tuple[str, str, str], ...] = (
     ("0.32.0", "V1", "CPU"),
     ("0.32.0", "V2", "CPU"),
+    ("0.32.0", "V1", "CUDA"),
     ("0.32.0", "V2", "CUDA"),
 )
 """Releases that the plugin's tests were run with, by runner and device; the other releases of the range were read."""
