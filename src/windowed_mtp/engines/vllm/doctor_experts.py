@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from windowed_mtp.engines.vllm.doctor_blocks import text_config
+from windowed_mtp.engines.vllm.doctor_splits import on_hopper
 from windowed_mtp.engines.vllm.findings import Finding
 
 _CARD = re.compile(r"device_name=[^,]+?(?=,dtype=|,block_shape=|\.json)")
@@ -48,16 +49,12 @@ def tuned_experts(vllm_config: Any) -> TunedExperts | None:
         Hopper, with experts that are not quantised.
     """
     from vllm import envs
-    from vllm.platforms import current_platform
 
     backend = getattr(getattr(vllm_config, "kernel_config", None), "moe_backend", "auto")
     if vllm_config.quant_config is not None or backend not in ("auto", "triton"):
         return None
-    if not current_platform.is_cuda() or getattr(envs, "VLLM_BATCH_INVARIANT", False):
-        return None
     try:
-        capability = current_platform.get_device_capability()
-        if capability is None or capability.major != 9:
+        if not on_hopper():
             return None
         shape = experts_of_a_rank(vllm_config)
         if shape is None:

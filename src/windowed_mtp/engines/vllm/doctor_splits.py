@@ -30,16 +30,23 @@ class AttentionDevice:
     multiprocessors: int
 
 
-def attention_device(vllm_config: Any) -> AttentionDevice | None:
-    """Look at this machine's device; ``None`` unless it is NVIDIA's Hopper, splits may be chosen and vLLM tells."""
+def on_hopper() -> bool:
+    """Whether this machine's device is NVIDIA's Hopper, and vLLM may choose its kernels by their speed."""
     from vllm import envs
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda() or getattr(envs, "VLLM_BATCH_INVARIANT", False):
-        return None
+        return False
+    capability = current_platform.get_device_capability()
+    return capability is not None and capability.major == 9
+
+
+def attention_device(vllm_config: Any) -> AttentionDevice | None:
+    """Look at this machine's device; ``None`` unless it is NVIDIA's Hopper, splits may be chosen and vLLM tells."""
+    from vllm.platforms import current_platform
+
     try:
-        capability = current_platform.get_device_capability()
-        if capability is None or capability.major != 9:
+        if not on_hopper():
             return None
         from vllm.config import set_current_vllm_config
         from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
