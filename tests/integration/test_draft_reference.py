@@ -1,5 +1,7 @@
 """The draft's logits equal a reference with no cache and an explicit mask, for every query of every pass."""
 
+from collections.abc import Iterator
+
 import checks
 import pytest
 import tiny
@@ -33,6 +35,24 @@ def test_proposals_are_those_of_the_head_from_scratch(family: str, arrangement: 
     for depth, kind in ((5, "alternating"), (2, "right"), (5, "own")):
         case = Case(family, 60, depth, changing, drafter=kind, arrangement=arrangement, new_tokens=16)
         assert check_proposals(case) >= (1 if changing else depth)
+
+
+@pytest.fixture
+def nan_where_nothing_was_written() -> Iterator[None]:
+    """Fill what is allocated without values with NaN, as memory that was used before may be."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.zeros(1).new_empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("family", tiny.BUILDERS)
+@pytest.mark.parametrize("arrangement", ["all", "ring", "pruned"])
+def test_slots_that_nothing_was_written_to_are_not_in_a_proposal(
+    family: str, arrangement: str, nan_where_nothing_was_written: None
+):
+    case = Case(family, 60, 5, True, window=(1, 2), drafter="own", arrangement=arrangement, new_tokens=16)
+    assert check_proposals(case) >= 1
 
 
 @pytest.mark.parametrize("family", tiny.BUILDERS)

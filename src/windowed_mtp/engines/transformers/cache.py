@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -146,7 +146,7 @@ class KeepAll(DraftKV):
         return read[0], read[1]
 
     def _grow(self, capacity: int, keys: Tensor, values: Tensor) -> None:
-        grown = _allocated((keys, values), capacity, "shorten the prompt, or use keep='ring'")
+        grown = _allocated(Tensor.new_empty, (keys, values), capacity, "shorten the prompt, or use keep='ring'")
         for new, old in zip(grown, self._buffers, strict=False):
             new[:, :, : self.length] = old[:, :, : self.length]
         self._buffers = grown
@@ -193,7 +193,8 @@ class Ring(DraftKV):
     def _store(self, keys: Tensor, values: Tensor, sinks: int, start: int) -> tuple[Tensor, Tensor]:
         if not self._slots:
             count = ring_slots_per_sequence(self.window, self.num_speculative_tokens)
-            self._slots = _allocated((keys, values), count, "use a smaller window, or keep='all'")
+            # Zeros: a pass may read slots that nothing was written to, under a mask.
+            self._slots = _allocated(Tensor.new_zeros, (keys, values), count, "use a smaller window, or keep='all'")
         device = keys.device
         end = self.length + keys.shape[2]
         old = torch.cat([torch.arange(sinks, device=device), torch.arange(start, self.length, device=device)])
@@ -227,7 +228,7 @@ class Ring(DraftKV):
         return held.tolist(), keys, values
 
 
-def _allocated(like: Sequence[Tensor], slots: int, remedy: str) -> list[Tensor]:
+def _allocated(make: Callable[..., Tensor], like: Sequence[Tensor], slots: int, remedy: str) -> list[Tensor]:
     """Make room for a number of entries, one tensor for each of ``like`` ``[1, heads, q, dim]``.
 
     Raises
@@ -236,7 +237,7 @@ def _allocated(like: Sequence[Tensor], slots: int, remedy: str) -> list[Tensor]:
         If the device does not have the memory.
     """
     try:
-        return [t.new_empty(*t.shape[:2], slots, t.shape[3]) for t in like]
+        return [make(t, (*t.shape[:2], slots, t.shape[3])) for t in like]
     except (RuntimeError, TypeError) as error:  # out of memory, or a size beyond what torch can count
         size = sum(t[:, :, :1].numel() * t.element_size() for t in like) * slots
         raise AllocationError(
