@@ -6,10 +6,12 @@ import pytest
 import tiny
 import torch
 from checks import prompt
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from windowed_mtp import SinkWindow
 from windowed_mtp.engines.transformers import WindowedMTP
+from windowed_mtp.engines.transformers.loading import Checkpoint
 from windowed_mtp.errors import CheckpointError
 
 YARN = {
@@ -110,3 +112,11 @@ def test_yarn_of_the_target_reaches_the_draft(tmp_path: Path):
         assert drafted.equal(targets)
     default = tiny.head("qwen3_5").rotary(hidden, positions)
     assert not rotary(hidden, positions)[0].allclose(default[0])
+
+
+def test_a_stray_file_beside_the_model_does_not_take_its_tensors_place(tmp_path: Path):
+    for name, value in (("model", 1.0), ("optimizer", 0.0)):
+        save_file({"mtp.a": torch.full((2,), value)}, tmp_path / f"{name}.safetensors")
+    save_file({"mtp.b": torch.ones(2)}, tmp_path / "mtp.safetensors")
+    read = Checkpoint(str(tmp_path)).read(["mtp.a", "mtp.b"])
+    assert read["mtp.a"].tolist() == read["mtp.b"].tolist() == [1.0, 1.0]

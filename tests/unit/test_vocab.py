@@ -1,7 +1,9 @@
 """The hot vocabulary: sets of an exact size, files that belong to one tokenizer, and counts in bounded memory."""
 
+import copy
 import io
 import json
+import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -239,8 +241,27 @@ class Unsafe:
         b"[]",
         b"[[1], [2]]",
         b"[true, false]",
+        b"[" * 200_000,
+        _saved(torch.eye(3, dtype=torch.int64).to_sparse()),
+        _saved(torch.empty(3, dtype=torch.int64, device="meta")),
     ],
-    ids=["dict", "float", "tensor", "negative", "empty", "code", "cut", "pickle", "json", "none", "nested", "bool"],
+    ids=[
+        "dict",
+        "float",
+        "tensor",
+        "negative",
+        "empty",
+        "code",
+        "cut",
+        "pickle",
+        "json",
+        "none",
+        "nested",
+        "bool",
+        "deep",
+        "sparse",
+        "meta",
+    ],
 )
 def test_malformed_token_maps_are_one_sentence(tmp_path: Path, content: bytes):
     (tmp_path / "map.pt").write_bytes(content)
@@ -347,3 +368,12 @@ def test_ids_beyond_the_output_heads_rows_are_left_out(vocabulary: HotVocabulary
         assert left_out(ranking, 2001) is None
         text = left_out(ranking, 1000)
         assert text is not None and f"from 1000 on are left out of the hot vocabulary ({beyond} of them)" in text
+
+
+def test_a_ranking_that_learns_can_be_copied_and_kept():
+    made = OnlineCounts(interval=2)
+    made.update([7, 7, 9])
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert other.version == 1 and other.ids(3, 20) == made.ids(3, 20)
+        other.update([3, 3, 3, 3, 3])
+        assert other.version > made.version == 1

@@ -32,7 +32,12 @@ HotVocabularyFile = Annotated[
 ]
 HotSize = Annotated[
     int | None,
-    option(PANEL, "--hot-size", "N", "How many tokens, special and single-byte ones included (default: an eighth)."),
+    option(
+        PANEL,
+        "--hot-size",
+        "N",
+        "How many tokens, special and single-byte ones included (default: an eighth, or those if more).",
+    ),
 ]
 HotPromptTail = Annotated[
     int | None,

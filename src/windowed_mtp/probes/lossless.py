@@ -192,13 +192,13 @@ def greedy_verdict(drafter: WindowedMTP, ids: Tensor, new_tokens: int, prompt: i
     noise = _largest(chunked_logits(model, plain.sequences, length, chunk) - alone)
     explained = ROUNDING_MARGIN * _rounding(model, plain.sequences, length, alone)
     known |= {"noise": float(noise.max()), "explained": float(explained.max())}
-    if noise.max() > explained.max() or noise.mean() > explained.mean():
+    if not (noise.max() <= explained.max() and noise.mean() <= explained.mean()):  # NaN is no agreement
         margin = top_margin(alone[first])
         return GreedyVerdict(verdict="the target disagrees with itself", position=first, margin=margin, **known)
     logits = chunked_logits(model, drafted, length, chunk)
     threshold = max(LEAST_THRESHOLD, 2 * _unit_in_last_place(float(logits.max()), model.dtype), 2 * known["noise"])
     gaps = (logits.max(-1).values - logits.gather(1, drafted[0, length:, None])[:, 0]).tolist()
-    position = next((i for i in range(first, len(gaps)) if gaps[i] > threshold), None)
+    position = next((i for i in range(first, len(gaps)) if not gaps[i] <= threshold), None)
     return GreedyVerdict(
         verdict="near tie" if position is None else "different",
         position=first if position is None else position,

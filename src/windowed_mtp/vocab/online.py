@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 from windowed_mtp.errors import VocabularyError
 from windowed_mtp.vocab.file import HotVocabulary
@@ -67,6 +69,13 @@ class OnlineCounts:
         self._ranked: list[int] = []
         self._since = 0
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            return copy.deepcopy({name: value for name, value in vars(self).items() if name != "_lock"})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     def __len__(self) -> int:
         """Return how many ids have a count."""

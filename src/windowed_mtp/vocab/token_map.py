@@ -48,15 +48,15 @@ def _from_torch(content: bytes, name: str) -> Any:
 
     try:
         made = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return made.flatten().tolist() if isinstance(made, torch.Tensor) else made
     except Exception:  # whatever torch says of what it cannot read, which is of many types
         raise _malformed(name) from None
-    return made.flatten().tolist() if isinstance(made, torch.Tensor) else made
 
 
 def _from_json(content: bytes, name: str) -> Any:
     try:
         return json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _malformed(name) from None
 
 

@@ -237,7 +237,7 @@ def _allocated(make: Callable[..., Tensor], like: Sequence[Tensor], slots: int, 
         If the device does not have the memory.
     """
     try:
-        return [make(t, (*t.shape[:2], slots, t.shape[3])) for t in like]
+        return [make(t, *t.shape[:2], slots, t.shape[3]) for t in like]
     except (RuntimeError, TypeError) as error:  # out of memory, or a size beyond what torch can count
         size = sum(t[:, :, :1].numel() * t.element_size() for t in like) * slots
         raise AllocationError(

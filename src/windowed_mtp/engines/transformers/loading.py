@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
-from windowed_mtp.checkpoint import INDEX, SINGLE, Inventory, opened
+from windowed_mtp.checkpoint import INDEX, SINGLE, Inventory, opened, tensor_names
 from windowed_mtp.errors import CheckpointError
 
 _EXPERT = re.compile(r"^(?P<prefix>.*experts)\.(?P<index>\d+)\.(?P<name>gate_proj|up_proj|down_proj)\.weight$")
@@ -53,6 +53,9 @@ class Checkpoint:
                 f"{without}."
             )
         self.inventory = inventory
+        if SINGLE in inventory.files and not (inventory.folder / INDEX).exists():
+            # transformers reads this file alone then: of two tensors of one name its own counts.
+            inventory.file_of.update(dict.fromkeys(tensor_names(inventory.folder / SINGLE), SINGLE))
 
     def _resolve(self, file_name: str) -> Path | None:
         try:
