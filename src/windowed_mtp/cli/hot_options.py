@@ -32,12 +32,7 @@ HotVocabularyFile = Annotated[
 ]
 HotSize = Annotated[
     int | None,
-    option(
-        PANEL,
-        "--hot-size",
-        "N",
-        "How many tokens, special and single-byte ones included (default: an eighth, or those if more).",
-    ),
+    option(PANEL, "--hot-size", "N", "How many tokens, special and single-byte ones included (default: an eighth)."),
 ]
 HotPromptTail = Annotated[
     int | None,
