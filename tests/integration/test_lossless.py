@@ -13,7 +13,6 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, Qwen3
 
 from windowed_mtp import SinkWindow
 from windowed_mtp.engines.transformers import WindowedMTP, drafter
-from windowed_mtp.engines.transformers.compat import cache_argument
 from windowed_mtp.errors import GenerationError
 from windowed_mtp.probes import lossless
 from windowed_mtp.probes.lossless import LosslessResult, SampledCheck, greedy_verdict, uniform_test
@@ -92,16 +91,23 @@ def test_a_tie_in_the_target_is_a_near_tie(monkeypatch: pytest.MonkeyPatch):
     assert verdict.gap <= verdict.threshold < 1e-3 and verdict.margin < 1e-4
 
 
+def cache_in(kwargs: dict[str, Any]) -> Any:
+    """The cache among a module's arguments, by any of the names that versions of transformers give it."""
+    names = ("cache", "past_key_values", "cache_params")
+    return next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
+
+
 def chunks_without_the_recurrent_state(patch: pytest.MonkeyPatch):
     """Passes of several tokens begin with an empty recurrent state, if not with an empty cache."""
     forward = Qwen3_5GatedDeltaNet.forward
 
-    def broken(self: Any, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Any:
-        if cache_params is not None and hidden_states.shape[1] > 1:
-            for state in cache_params.layers[self.layer_idx].recurrent_states.values():
+    def broken(self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
+        cache = cache_in(kwargs)
+        if cache is not None and hidden_states.shape[1] > 1:
+            for state in cache.layers[self.layer_idx].recurrent_states.values():
                 if state is not None:
                     state.zero_()
-        return forward(self, hidden_states, cache_params=cache_params, **kwargs)
+        return forward(self, hidden_states, **kwargs)
 
     patch.setattr(Qwen3_5GatedDeltaNet, "forward", broken)
 
@@ -111,7 +117,7 @@ def chunks_that_see_ahead(patch: pytest.MonkeyPatch):
     forward = Qwen3_5Attention.forward
 
     def broken(self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
-        cache, queries = kwargs[cache_argument(self)], hidden_states.shape[1]
+        cache, queries = cache_in(kwargs), hidden_states.shape[1]
         known = cache.get_seq_length(self.layer_idx) if isinstance(cache, DynamicCache) else 0  # else the draft's
         if known and queries > 1:
             kwargs["attention_mask"] = torch.ones(1, 1, queries, known + queries, dtype=torch.bool)
@@ -125,7 +131,7 @@ def chunks_that_overflow(patch: pytest.MonkeyPatch):
     forward = Qwen3_5Attention.forward
 
     def broken(self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
-        cache = kwargs[cache_argument(self)]
+        cache = cache_in(kwargs)
         known = cache.get_seq_length(self.layer_idx) if isinstance(cache, DynamicCache) else 0
         made = forward(self, hidden_states, **kwargs)
         return (made[0] * float("nan"), *made[1:]) if known and hidden_states.shape[1] > 1 else made
